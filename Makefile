@@ -1,0 +1,31 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: reproduce test lint test-oldest bench clean
+
+reproduce: .venv/ready
+	$(BIN)/qed reproduce --preset laptop
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The model's tests again on the oldest Transformers that pyproject.toml admits, laid over the same environment.
+test-oldest: .venv/ready
+	test -d .venv/oldest || $(BIN)/pip install -q --no-deps --target .venv/oldest transformers==5.17.0
+	PYTHONPATH=.venv/oldest $(BIN)/python -m pytest tests/model
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/cpu.py
+
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv runs build dist
