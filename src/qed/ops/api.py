@@ -7,7 +7,7 @@ import difflib
 import torch
 from torch import Tensor
 
-from qed.ops import reference
+from qed.ops import chunked, reference
 
 BACKENDS = ("reference", "chunked", "triton")
 
@@ -62,6 +62,8 @@ def gated_delta_rule(
     backend = backend or ("triton" if q.is_cuda else "chunked")
     if backend == "reference":
         return _by_document(reference.recurrence, q, k, v, a, g, initial_state, cu_seqlens)
+    if backend == "chunked":
+        return _by_document(chunked.recurrence, q, k, v, a, g, initial_state, cu_seqlens)
     raise ValueError(_unknown("backend", backend, BACKENDS))
 
 
