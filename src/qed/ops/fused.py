@@ -1,0 +1,69 @@
+"""Registered operators around the core: the fused prologue. Kernels are imported at the first call."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from qed.ops.arms import Arm
+
+
+@torch.library.custom_op("qed::recurrence_inputs", mutates_args=())
+def recurrence_inputs_op(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
+    A_log: Tensor, dt_bias: Tensor, strength: Tensor, random_direction: Optional[Tensor],  # noqa: UP045
+    direction: str, gate: bool, project: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from qed.ops import triton_inputs
+
+    arm = Arm(direction, gate, project)  # type: ignore[arg-type]
+    return triton_inputs.forward(
+        q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, arm
+    )  # fmt: skip
+
+
+@recurrence_inputs_op.register_fake
+def _(q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, direction, gate, project):  # type: ignore[no-untyped-def]
+    return (
+        q.new_empty(q.shape),
+        q.new_empty(q.shape),
+        q.new_empty(v.shape),
+        q.new_empty(q.shape),
+        q.new_empty(q.shape, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("qed::recurrence_inputs_backward", mutates_args=())
+def recurrence_inputs_backward_op(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
+    A_log: Tensor, dt_bias: Tensor, strength: Tensor, random_direction: Optional[Tensor],  # noqa: UP045
+    grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, grad_a: Tensor, grad_g: Tensor,
+    direction: str, gate: bool, project: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from qed.ops import triton_inputs
+
+    arm = Arm(direction, gate, project)  # type: ignore[arg-type]
+    gradients = (grad_q, grad_k, grad_v, grad_a, grad_g)
+    return triton_inputs.backward(
+        q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, gradients, arm
+    )  # fmt: skip
+
+
+@recurrence_inputs_backward_op.register_fake
+def _(q, k, v, decay, erase, write, A_log, dt_bias, strength, *_rest):  # type: ignore[no-untyped-def]
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, decay, erase, write, A_log, dt_bias, strength))
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    *tensors, ctx.direction, ctx.gate, ctx.project = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx, *gradients):  # type: ignore[no-untyped-def]
+    results = recurrence_inputs_backward_op(*ctx.saved_tensors, *gradients, ctx.direction, ctx.gate, ctx.project)
+    return *results, None, None, None, None
+
+
+recurrence_inputs_op.register_autograd(_backward, setup_context=_save)

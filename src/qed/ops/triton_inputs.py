@@ -1,0 +1,277 @@
+"""The prologue in one pass, forward and backward: norms, decay, gates, erase vector and gated value.
+
+One program takes BT tokens of one head. Everything is computed in float32 and rounded once on the way out.
+Bytes a token-head in bf16 (g in float32): forward 18K + 6V, backward 26K + 10V.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qed.ops.arms import Arm
+
+NORM_EPS = tl.constexpr(1e-6)
+A_LOG_MAX = tl.constexpr(80.0)
+
+# Elements of one [BT, BK] tile and warps, forward and backward.
+FORWARD_TILE, FORWARD_WARPS = 2048, 4
+BACKWARD_TILE, BACKWARD_WARPS = 1024, 4
+# Tokens whose parameter gradients one backward program sums before it writes them.
+BACKWARD_TOKENS = 64
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + exp x) and its derivative, both to float32 accuracy for every finite x."""
+    e = tl.exp(-tl.abs(x))
+    # log1p(e) = 2 atanh(s), s = e / (2 + e) <= 1/3: the series is exact where log(1 + e) would cancel
+    s = e / (2.0 + e)
+    s2 = s * s
+    series = 1.0 + s2 * (
+        1.0 / 3 + s2 * (1.0 / 5 + s2 * (1.0 / 7 + s2 * (1.0 / 9 + s2 * (1.0 / 11 + s2 * (1.0 / 13 + s2 / 15)))))
+    )
+    slope = tl.where(x >= 0, 1.0, e) / (1.0 + e)
+    return tl.maximum(x, 0.0) + 2.0 * s * series, slope
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _load(p, s_b, s_t, s_h, i_b, o_t, i_h, o_d, m):
+    """A [BT, BD] tile of a [B, T, H, D] tensor whose last axis is dense, in float32."""
+    base = i_b.to(tl.int64) * s_b + i_h.to(tl.int64) * s_h
+    return tl.load(p + base + o_t.to(tl.int64)[:, None] * s_t + o_d[None, :], mask=m, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store(p, T, H, D: tl.constexpr, i_b, o_t, i_h, o_d, m, x):
+    row = (i_b.to(tl.int64) * T + o_t.to(tl.int64)) * H + i_h
+    tl.store(p + row[:, None] * D + o_d[None, :], x.to(p.dtype.element_ty), mask=m)
+
+
+@triton.jit
+def _direction(
+    x_q, x_k, b, z, o_k, m_k, i_h, K: tl.constexpr, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr
+):
+    """The source x, the gated direction u, its component along the key, and d; [BT, BK] but for the component."""
+    if DIRECTION == "query":
+        x = x_q
+    else:
+        b_z = tl.load(z + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+        x = tl.broadcast_to(b_z[None, :], x_q.shape)
+    if GATE:
+        u = b * x
+    else:
+        u = x
+    along = tl.sum(x_k * u, 1)
+    if PROJECT:
+        d = u - x_k * along[:, None]
+    else:
+        d = u
+    return x, u, along, d
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H"])
+def recurrence_inputs_kernel(
+    q, k, v, decay, erase, write, A_log, dt_bias, strength, z,
+    out_q, out_k, out_v, out_a, out_g,
+    T, NT, H,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sdb, sdt, sdh, seb, ste, seh, swb, swt, swh,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    i_h, i_bt = pid % H, pid // H
+    i_b, i_t = i_bt // NT, i_bt % NT
+    o_t = i_t * BT + tl.arange(0, BT)
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    m_tk = (o_t < T)[:, None] & m_k[None, :]
+    m_tv = (o_t < T)[:, None] & m_v[None, :]
+
+    b_q = _load(q, sqb, sqt, sqh, i_b, o_t, i_h, o_k, m_tk)
+    b_k = _load(k, skb, skt, skh, i_b, o_t, i_h, o_k, m_tk)
+    b_e = _load(erase, seb, ste, seh, i_b, o_t, i_h, o_k, m_tk)
+    b_d = _load(decay, sdb, sdt, sdh, i_b, o_t, i_h, o_k, m_tk)
+    b_v = _load(v, svb, svt, svh, i_b, o_t, i_h, o_v, m_tv)
+    b_w = _load(write, swb, swt, swh, i_b, o_t, i_h, o_v, m_tv)
+
+    x_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, 1) + NORM_EPS)[:, None]
+    x_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 1) + NORM_EPS)[:, None]
+    _store(out_q, T, H, K, i_b, o_t, i_h, o_k, m_tk, x_q)
+    _store(out_k, T, H, K, i_b, o_t, i_h, o_k, m_tk, x_k)
+
+    b = _sigmoid(b_e)
+    a = b * x_k
+    if DIRECTION != "none":
+        _, _, _, d = _direction(x_q, x_k, b, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT)
+        a += tl.load(strength + i_h).to(tl.float32) * d
+    _store(out_a, T, H, K, i_b, o_t, i_h, o_k, m_tk, a)
+
+    rate = tl.exp(tl.minimum(tl.load(A_log + i_h).to(tl.float32), A_LOG_MAX))
+    bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    soft, _ = _softplus(b_d + bias[None, :])
+    _store(out_g, T, H, K, i_b, o_t, i_h, o_k, m_tk, -rate * soft)
+    _store(out_v, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_v * _sigmoid(b_w))
+
+
+@triton.jit(do_not_specialize=["T", "NT", "H"])
+def recurrence_inputs_backward_kernel(
+    q, k, v, decay, erase, write, A_log, dt_bias, strength, z,
+    grad_q, grad_k, grad_v, grad_a, grad_g,
+    dq, dk, dv, ddecay, derase, dwrite, dA_log, ddt_bias, dstrength,
+    T, NT, H,
+    sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sdb, sdt, sdh, seb, ste, seh, swb, swt, swh,
+    gqb, gqt, gqh, gkb, gkt, gkh, gvb, gvt, gvh, gab, gat, gah, ggb, ggt, ggh,
+    K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    i_h, i_bt = pid % H, pid // H
+    i_b, i_t = i_bt // NT, i_bt % NT
+    o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
+    m_k, m_v = o_k < K, o_v < V
+    A = tl.load(A_log + i_h).to(tl.float32)
+    rate = tl.exp(tl.minimum(A, A_LOG_MAX))
+    bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    if DIRECTION != "none":
+        lam = tl.load(strength + i_h).to(tl.float32)
+    sum_A = tl.zeros([BT], tl.float32)
+    sum_lam = tl.zeros([BT], tl.float32)
+    sum_bias = tl.zeros([BT, BK], tl.float32)
+
+    for i_n in range(NB):
+        o_t = (i_t * NB + i_n) * BT + tl.arange(0, BT)
+        m_tk = (o_t < T)[:, None] & m_k[None, :]
+        m_tv = (o_t < T)[:, None] & m_v[None, :]
+
+        # decay
+        b_gg = _load(grad_g, ggb, ggt, ggh, i_b, o_t, i_h, o_k, m_tk)
+        soft, slope = _softplus(_load(decay, sdb, sdt, sdh, i_b, o_t, i_h, o_k, m_tk) + bias[None, :])
+        b_dd = -rate * slope * b_gg
+        _store(ddecay, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_dd)
+        sum_bias += b_dd
+        sum_A += tl.sum(soft * b_gg, 1)
+
+        # written value
+        b_gv = _load(grad_v, gvb, gvt, gvh, i_b, o_t, i_h, o_v, m_tv)
+        b_v = _load(v, svb, svt, svh, i_b, o_t, i_h, o_v, m_tv)
+        w = _sigmoid(_load(write, swb, swt, swh, i_b, o_t, i_h, o_v, m_tv))
+        _store(dv, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_gv * w)
+        _store(dwrite, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_gv * b_v * w * (1.0 - w))
+
+        # erase vector
+        b_q = _load(q, sqb, sqt, sqh, i_b, o_t, i_h, o_k, m_tk)
+        b_k = _load(k, skb, skt, skh, i_b, o_t, i_h, o_k, m_tk)
+        b = _sigmoid(_load(erase, seb, ste, seh, i_b, o_t, i_h, o_k, m_tk))
+        b_gq = _load(grad_q, gqb, gqt, gqh, i_b, o_t, i_h, o_k, m_tk)
+        b_gk = _load(grad_k, gkb, gkt, gkh, i_b, o_t, i_h, o_k, m_tk)
+        b_ga = _load(grad_a, gab, gat, gah, i_b, o_t, i_h, o_k, m_tk)
+        r_q = tl.rsqrt(tl.sum(b_q * b_q, 1) + NORM_EPS)[:, None]
+        r_k = tl.rsqrt(tl.sum(b_k * b_k, 1) + NORM_EPS)[:, None]
+        x_q, x_k = b_q * r_q, b_k * r_k
+        b_db = b_ga * x_k
+        b_gk += b_ga * b
+        if DIRECTION != "none":
+            x, u, along, d = _direction(x_q, x_k, b, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT)
+            sum_lam += tl.sum(b_ga * d, 1)
+            b_du = lam * b_ga
+            if PROJECT:
+                # d = u - k (k . u): u gets P(dd), k gets -(k . u) dd - (k . dd) u
+                inner = tl.sum(x_k * b_du, 1)[:, None]
+                b_gk -= along[:, None] * b_du + inner * u
+                b_du -= inner * x_k
+            if GATE:
+                b_db += b_du * x
+                b_du *= b
+            if DIRECTION == "query":
+                b_gq += b_du
+        _store(derase, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_db * b * (1.0 - b))
+
+        # norms: x r with r = (x . x + eps)^-1/2
+        b_dq = r_q * (b_gq - x_q * tl.sum(x_q * b_gq, 1)[:, None])
+        b_dk = r_k * (b_gk - x_k * tl.sum(x_k * b_gk, 1)[:, None])
+        _store(dq, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_dq)
+        _store(dk, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_dk)
+
+    # one partial sum a program, added up afterwards in a fixed order
+    part = i_bt.to(tl.int64) * H + i_h
+    tl.store(ddt_bias + part * K + o_k, tl.sum(sum_bias, 0), mask=m_k)
+    tl.store(dA_log + part, tl.where(A > A_LOG_MAX, 0.0, -rate * tl.sum(sum_A, 0)))
+    if DIRECTION != "none":
+        tl.store(dstrength + part, tl.sum(sum_lam, 0))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
+    A_log: Tensor, dt_bias: Tensor, strength: Tensor, z: Tensor | None, arm: Arm,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the forward kernel; arguments as in :func:`qed.ops.inputs.recurrence_inputs`."""
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    streams = [_dense(x) for x in (q, k, v, decay, erase, write)]
+    outputs = (
+        q.new_empty(q.shape),
+        q.new_empty(q.shape),
+        q.new_empty(v.shape),
+        q.new_empty(q.shape),
+        q.new_empty(q.shape, dtype=torch.float32),
+    )
+    B, T, strides = _rows(B, T, streams)
+    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    BT = max(1, FORWARD_TILE // max(BK, BV))
+    NT = triton.cdiv(T, BT)
+    with torch.cuda.device_of(q):
+        recurrence_inputs_kernel[(B * NT * H,)](
+            *streams, A_log.contiguous(), dt_bias.contiguous(), strength.contiguous(), None if z is None else z.contiguous(),
+            *outputs, T, NT, H, *strides,
+            K=K, V=V, BT=BT, BK=BK, BV=BV, DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project,
+            num_warps=FORWARD_WARPS,
+        )  # fmt: skip
+    return outputs
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
+    A_log: Tensor, dt_bias: Tensor, strength: Tensor, z: Tensor | None, gradients: tuple[Tensor, ...], arm: Arm,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Gradients of the six streams and of A_log, dt_bias and strength; no atomics, so the same bits every time."""
+    (B, T, H, K), V = q.shape, v.shape[-1]
+    streams = [_dense(x) for x in (q, k, v, decay, erase, write)]
+    gradients = tuple(_dense(x) for x in gradients)
+    outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in streams]
+    B, T, strides = _rows(B, T, [*streams, *gradients])
+    BK, BV = triton.next_power_of_2(K), triton.next_power_of_2(V)
+    BT = max(1, BACKWARD_TILE // max(BK, BV))
+    NB = max(1, min(BACKWARD_TOKENS // BT, triton.next_power_of_2(triton.cdiv(T, BT))))
+    NT = triton.cdiv(T, BT * NB)
+    sum_A, sum_strength = (q.new_empty((B * NT, H), dtype=torch.float32) for _ in range(2))
+    sum_bias = q.new_empty((B * NT, H, K), dtype=torch.float32)
+    with torch.cuda.device_of(q):
+        recurrence_inputs_backward_kernel[(B * NT * H,)](
+            *streams, A_log.contiguous(), dt_bias.contiguous(), strength.contiguous(), None if z is None else z.contiguous(),
+            *gradients, *outputs, sum_A, sum_bias, sum_strength, T, NT, H, *strides,
+            K=K, V=V, BT=BT, NB=NB, BK=BK, BV=BV, DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project,
+            num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
+    dstrength = torch.zeros_like(strength) if arm.direction == "none" else sum_strength.sum(0).to(strength.dtype)
+    return *outputs, sum_A.sum(0).to(A_log.dtype), sum_bias.sum(0).to(dt_bias.dtype), dstrength
+
+
+def _dense(x: Tensor) -> Tensor:
+    """The kernels take any strides but a dense last axis."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _rows(B: int, T: int, tensors: list[Tensor]) -> tuple[int, int, list[int]]:
+    """Fold batch into time where every layout allows it, so that short sequences still fill the tiles."""
+    strides = [x.stride()[:3] for x in tensors]
+    if B == 1 or all(s_b == T * s_t for s_b, s_t, _ in strides):
+        return 1, B * T, [s for s_b, s_t, s_h in strides for s in (0, s_t, s_h)]
+    return B, T, [s for triple in strides for s in triple]
+
