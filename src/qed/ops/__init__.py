@@ -2,6 +2,7 @@
 
 from qed.ops.api import BACKENDS, check_cu_seqlens, gated_delta_rule
 from qed.ops.arms import ARMS, Arm, erase_vector, get_arm
+from qed.ops.decode import decode_inputs_step_, decode_step_
 from qed.ops.inputs import l2_normalize, recurrence_inputs
 
 __all__ = [
@@ -9,6 +10,8 @@ __all__ = [
     "BACKENDS",
     "Arm",
     "check_cu_seqlens",
+    "decode_inputs_step_",
+    "decode_step_",
     "erase_vector",
     "gated_delta_rule",
     "get_arm",

@@ -1,4 +1,4 @@
-"""Registered operators around the core: the fused prologue. Kernels are imported at the first call."""
+"""Registered operators around the core: prologue and decoding steps. Kernels are imported at the first call."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ def recurrence_inputs_op(
     from qed.ops import triton_inputs
 
     arm = Arm(direction, gate, project)  # type: ignore[arg-type]
-    return triton_inputs.forward(
-        q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, arm
-    )  # fmt: skip
+    return triton_inputs.forward(q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, arm)
 
 
 @recurrence_inputs_op.register_fake
@@ -46,9 +44,9 @@ def recurrence_inputs_backward_op(
 
     arm = Arm(direction, gate, project)  # type: ignore[arg-type]
     gradients = (grad_q, grad_k, grad_v, grad_a, grad_g)
-    return triton_inputs.backward(
+    return triton_inputs.backward(  # type: ignore[return-value]
         q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, gradients, arm
-    )  # fmt: skip
+    )
 
 
 @recurrence_inputs_backward_op.register_fake
@@ -67,3 +65,47 @@ def _backward(ctx, *gradients):  # type: ignore[no-untyped-def]
 
 
 recurrence_inputs_op.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("qed::decode", mutates_args=())
+def decode_op(q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    from qed.ops import triton_decode
+
+    out_state = state.new_empty(state.shape)
+    return triton_decode.decode(q, k, v, a, g, state, out_state), out_state
+
+
+@decode_op.register_fake
+def _(q, k, v, a, g, state):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape), state.new_empty(state.shape)
+
+
+@torch.library.custom_op("qed::decode_", mutates_args={"state"})
+def decode_in_place_op(q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, state: Tensor) -> Tensor:
+    from qed.ops import triton_decode
+
+    return triton_decode.decode(q, k, v, a, g, state, state)
+
+
+@decode_in_place_op.register_fake
+def _(q, k, v, a, g, state):  # type: ignore[no-untyped-def]
+    return v.new_empty(v.shape)
+
+
+@torch.library.custom_op("qed::decode_inputs_", mutates_args={"state"})
+def decode_inputs_in_place_op(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
+    A_log: Tensor, dt_bias: Tensor, strength: Tensor, random_direction: Optional[Tensor],  # noqa: UP045
+    state: Tensor, direction: str, gate: bool, project: bool,
+) -> Tensor:  # fmt: skip
+    from qed.ops import triton_decode
+
+    arm = Arm(direction, gate, project)  # type: ignore[arg-type]
+    return triton_decode.decode_inputs(
+        q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, state, arm
+    )
+
+
+@decode_inputs_in_place_op.register_fake
+def _(q, k, v, *_rest):  # type: ignore[no-untyped-def]
+    return q.new_empty(v.shape)

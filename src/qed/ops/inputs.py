@@ -62,20 +62,11 @@ def recurrence_inputs(
         "q": q, "k": k, "v": v, "decay": decay, "erase": erase, "write": write,
         "A_log": A_log, "dt_bias": dt_bias, "strength": strength,
     }  # fmt: skip
-    z = _check(tensors, switches, arm, random_direction)
-    if backend is None:
-        backend = "triton" if q.is_cuda and all(x.dtype != torch.float64 for x in tensors.values()) else "torch"
-    if backend == "triton":
+    z = check_inputs(tensors, switches, arm, random_direction)
+    if choose_backend(backend, tensors) == "triton":
         from qed.ops.fused import recurrence_inputs_op
 
-        for name, x in tensors.items():
-            if x.dtype == torch.float64:
-                raise ValueError(f"backend 'triton' takes float32, bfloat16 and float16; {name} is float64")
         return recurrence_inputs_op(*tensors.values(), z, switches.direction, switches.gate, switches.project)
-    if backend != "torch":
-        nearest = difflib.get_close_matches(backend, INPUT_BACKENDS, n=1, cutoff=0)
-        allowed = ", ".join(INPUT_BACKENDS)
-        raise ValueError(f"unknown backend {backend!r}; did you mean {nearest[0]!r}? One of: {allowed}")
 
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -87,7 +78,20 @@ def recurrence_inputs(
     return q.to(dtype), k.to(dtype), v.to(dtype), a.to(dtype), g
 
 
-def _check(tensors: dict[str, Tensor], switches: Arm, arm: str, random_direction: Tensor | None) -> Tensor | None:
+def choose_backend(backend: str | None, tensors: dict[str, Tensor]) -> str:
+    """``"torch"`` or ``"triton"``; ``None`` takes triton on CUDA unless a tensor is float64."""
+    doubles = [name for name, x in tensors.items() if x.dtype == torch.float64]
+    if backend is None:
+        return "triton" if tensors["q"].is_cuda and not doubles else "torch"
+    if backend not in INPUT_BACKENDS:
+        guess = difflib.get_close_matches(backend, INPUT_BACKENDS, n=1, cutoff=0)[0]
+        raise ValueError(f"unknown backend {backend!r}; did you mean {guess!r}? One of: {', '.join(INPUT_BACKENDS)}")
+    if backend == "triton" and doubles:
+        raise ValueError(f"backend 'triton' takes float32, bfloat16 and float16; float64: {', '.join(doubles)}")
+    return backend
+
+
+def check_inputs(tensors: dict[str, Tensor], switches: Arm, arm: str, random_direction: Tensor | None) -> Tensor | None:
     """Check every shape and device against q; return the random direction as a constant where the arm has one."""
     q, v = tensors["q"], tensors["v"]
     if q.ndim != 4 or v.ndim != 4 or v.shape[:3] != q.shape[:3]:

@@ -65,15 +65,9 @@ def _direction(
     else:
         b_z = tl.load(z + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
         x = tl.broadcast_to(b_z[None, :], x_q.shape)
-    if GATE:
-        u = b * x
-    else:
-        u = x
+    u = b * x if GATE else x
     along = tl.sum(x_k * u, 1)
-    if PROJECT:
-        d = u - x_k * along[:, None]
-    else:
-        d = u
+    d = u - x_k * along[:, None] if PROJECT else u
     return x, u, along, d
 
 
@@ -215,6 +209,7 @@ def forward(
     """Launch the forward kernel; arguments as in :func:`qed.ops.inputs.recurrence_inputs`."""
     (B, T, H, K), V = q.shape, v.shape[-1]
     streams = [_dense(x) for x in (q, k, v, decay, erase, write)]
+    parameters = [None if x is None else x.contiguous() for x in (A_log, dt_bias, strength, z)]
     outputs = (
         q.new_empty(q.shape),
         q.new_empty(q.shape),
@@ -228,7 +223,7 @@ def forward(
     NT = triton.cdiv(T, BT)
     with torch.cuda.device_of(q):
         recurrence_inputs_kernel[(B * NT * H,)](
-            *streams, A_log.contiguous(), dt_bias.contiguous(), strength.contiguous(), None if z is None else z.contiguous(),
+            *streams, *parameters,
             *outputs, T, NT, H, *strides,
             K=K, V=V, BT=BT, BK=BK, BV=BV, DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project,
             num_warps=FORWARD_WARPS,
@@ -243,6 +238,7 @@ def backward(
     """Gradients of the six streams and of A_log, dt_bias and strength; no atomics, so the same bits every time."""
     (B, T, H, K), V = q.shape, v.shape[-1]
     streams = [_dense(x) for x in (q, k, v, decay, erase, write)]
+    parameters = [None if x is None else x.contiguous() for x in (A_log, dt_bias, strength, z)]
     gradients = tuple(_dense(x) for x in gradients)
     outputs = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in streams]
     B, T, strides = _rows(B, T, [*streams, *gradients])
@@ -254,7 +250,7 @@ def backward(
     sum_bias = q.new_empty((B * NT, H, K), dtype=torch.float32)
     with torch.cuda.device_of(q):
         recurrence_inputs_backward_kernel[(B * NT * H,)](
-            *streams, A_log.contiguous(), dt_bias.contiguous(), strength.contiguous(), None if z is None else z.contiguous(),
+            *streams, *parameters,
             *gradients, *outputs, sum_A, sum_bias, sum_strength, T, NT, H, *strides,
             K=K, V=V, BT=BT, NB=NB, BK=BK, BV=BV, DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project,
             num_warps=BACKWARD_WARPS,
@@ -274,4 +270,3 @@ def _rows(B: int, T: int, tensors: list[Tensor]) -> tuple[int, int, list[int]]:
     if B == 1 or all(s_b == T * s_t for s_b, s_t, _ in strides):
         return 1, B * T, [s for s_b, s_t, s_h in strides for s in (0, s_t, s_h)]
     return B, T, [s for triple in strides for s in triple]
-
