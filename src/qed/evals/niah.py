@@ -1,0 +1,241 @@
+"""Needle retrieval (RULER's S-NIAH): greedy answers, every outcome kept, scored as RULER does.
+
+Examples are a pure function of (task, length, index, tokenizer, seed), so every model and every strength sees the same
+ones. ``niah.jsonl`` grows by one row an example; ``niah.json`` is written last and means done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+from tqdm.auto import tqdm
+
+from .. import statistics
+from ..config import nearest, to_dict
+from ..data.needle import TASKS, NeedleConfig, NeedleExample, NeedleTask, score
+from ..records import provenance, write_json
+from .decode import Calls, batches, evaluating, fingerprint, greedy, measure_calls, stop_tokens
+from .memory import choose_rows
+from .outcomes import Outcomes, finished, run_name
+
+KEY = ("task", "length", "index")
+# Settings of speed: they change no outcome, so rows survive a change of them.
+SPEED = ("rows", "chunk_tokens")
+
+
+@dataclass(frozen=True)
+class NiahConfig:
+    """What is asked of a model.
+
+    ``tasks``: any of "niah_single_1", "niah_single_2", "niah_single_3"; ``lengths``: nominal lengths in tokens, the
+    ``max_new_tokens`` of the answer included; ``num_examples``: examples for each task and length;
+    ``max_new_tokens``: tokens generated and reserved for the answer (RULER: 128); ``seed``, ``fill``, ``split`` and
+    ``essay`` as in ``NeedleConfig``; ``rows``: prompts in one batch, ``None`` measures what fits the device;
+    ``chunk_tokens``: tokens of each prompt read in one forward pass.
+    """
+
+    tasks: tuple[str, ...] = ("niah_single_1",)
+    lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768)
+    num_examples: int = 500
+    max_new_tokens: int = 128
+    seed: int = 0
+    fill: Literal["ruler", "unit"] = "ruler"
+    split: Literal["all", "train", "eval"] = "all"
+    essay: str | None = None
+    rows: int | None = None
+    chunk_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        for task in self.tasks:
+            if task not in TASKS:
+                raise ValueError(nearest("needle task", task, TASKS))
+        if not self.tasks or not self.lengths or len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(f"need one task or more and different lengths; got {self.tasks} and {self.lengths}")
+        for name in ("num_examples", "max_new_tokens", "rows", "chunk_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1; got {value}")
+
+    def needle(self, task: str, length: int) -> NeedleConfig:
+        return NeedleConfig(
+            task=task,  # type: ignore[arg-type]
+            length=length,
+            num_answer_tokens=self.max_new_tokens,
+            fill=self.fill,
+            split=self.split,
+            essay=self.essay,
+        )
+
+
+def needle_tasks(config: NiahConfig, tokenizer: Any) -> dict[tuple[str, int], NeedleTask]:
+    """The examples of every task and length; ``ValueError`` at once for a length that cannot hold its examples."""
+    return {
+        (task, length): NeedleTask(config.needle(task, length), tokenizer, config.seed)
+        for task in config.tasks
+        for length in config.lengths
+    }
+
+
+def evaluate(
+    model: nn.Module, tokenizer: Any, config: NiahConfig, folder: Path | str, *, progress: bool = True
+) -> dict[str, Any]:
+    """Evaluate ``model`` (on its own device, in its own dtype) and return the record of ``folder/niah.json``.
+
+    What ``folder`` holds already is not done again: a finished evaluation returns at once, an interrupted one goes on,
+    more lengths or examples add to it.
+
+    Raises:
+        ValueError: a length too short for its examples; a folder with outcomes of another model or other settings.
+    """
+    folder = Path(folder)
+    tasks = needle_tasks(config, tokenizer)
+    settings = {key: value for key, value in to_dict(config).items() if key not in SPEED}
+    identity = {**fingerprint(model, tokenizer), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    lasting = {key: settings[key] for key in ("max_new_tokens", "seed", "fill", "split", "essay")}
+    run = run_name(kind="niah", **identity, **lasting)
+    done = finished(folder / "niah.json", run=run, config=settings)
+    if done is not None:
+        return done
+    outcomes = Outcomes(folder / "niah.jsonl", run=run, key=KEY)
+    started = time.perf_counter()
+    with evaluating(model):
+        calls = measure_calls(model)
+        rows = config.rows or choose_rows(model, calls, config.chunk_tokens, max(config.lengths))
+        with _Progress(config, outcomes, progress) as bar:
+            for (task, length), examples in tasks.items():
+                missing = [i for i in range(config.num_examples) if (task, length, i) not in outcomes]
+                answers(model, tokenizer, calls, config, [examples[i] for i in missing], rows, outcomes, bar)
+    order = [(task, length, i) for task, length in tasks for i in range(config.num_examples)]
+    rows_in_order = outcomes.finish(order)
+    record = {
+        "kind": "niah",
+        "run": run,
+        "config": settings,
+        "identity": identity,
+        "scores": summarise(rows_in_order),
+        "usable_context": usable(rows_in_order, seed=config.seed),
+        "calls": {"cache": calls.cache, "chunks": calls.chunks, "padding": calls.padding},
+        "rows": rows,
+        "chunk_tokens": config.chunk_tokens,
+        "seconds": round(time.perf_counter() - started, 3),
+        "provenance": provenance(seed=config.seed, device=str(next(model.parameters()).device)),
+    }
+    write_json(folder / "niah.json", record)
+    return record
+
+
+def answers(
+    model: nn.Module,
+    tokenizer: Any,
+    calls: Calls,
+    config: NiahConfig,
+    examples: Sequence[NeedleExample],
+    rows: int,
+    outcomes: Outcomes,
+    bar: _Progress,
+    extra: dict[str, Any] | None = None,
+) -> None:
+    """Generate and score the answers of examples of about one length; each batch's rows are kept as it ends."""
+    lengths = [example.num_tokens for example in examples]
+    stop_ids = stop_tokens(model, tokenizer)
+    for batch in batches(lengths, rows=rows, padding=calls.padding, chunk_tokens=config.chunk_tokens):
+        chosen = [examples[i] for i in batch]
+        generated = greedy(
+            model,
+            calls,
+            [example.prompt_ids for example in chosen],
+            max_new_tokens=config.max_new_tokens,
+            stop_ids=stop_ids,
+            chunk_tokens=config.chunk_tokens,
+        )
+        finished_rows = []
+        for example, ids in zip(chosen, generated, strict=True):
+            prediction = tokenizer.decode(ids, skip_special_tokens=True)
+            finished_rows.append(
+                {
+                    "task": example.task,
+                    "length": example.length,
+                    "index": example.index,
+                    **(extra or {}),
+                    "num_tokens": example.num_tokens,
+                    "depth": example.depth,
+                    "key": example.key,
+                    "answer": example.answer,
+                    "prediction": prediction,
+                    "num_generated": len(ids),
+                    "correct": bool(score(prediction, example.answer)),
+                }
+            )
+        outcomes.append(finished_rows)
+        bar.update(finished_rows)
+
+
+def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Counts, 95 % intervals and achieved lengths for each task and length that was run, and for no other."""
+    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row["task"], row["length"]), []).append(row)
+    result = []
+    for (task, length), group in groups.items():
+        num_correct = sum(row["correct"] for row in group)
+        achieved = [row["num_tokens"] for row in group]
+        result.append(
+            {
+                "task": task,
+                "length": length,
+                "num_examples": len(group),
+                "num_correct": num_correct,
+                "accuracy": num_correct / len(group),
+                "wilson": list(statistics.wilson(num_correct, len(group))),
+                "exact": list(statistics.clopper_pearson(num_correct, len(group))),
+                "num_tokens": {"min": min(achieved), "mean": sum(achieved) / len(achieved), "max": max(achieved)},
+            }
+        )
+    return result
+
+
+def usable(rows: Sequence[dict[str, Any]], *, seed: int) -> list[dict[str, Any]]:
+    """Usable context of each task at 50 and 80 % (``qed.statistics.usable_context``)."""
+    result = []
+    for task in dict.fromkeys(row["task"] for row in rows):
+        outcomes: dict[int, list[int]] = {}
+        for row in rows:
+            if row["task"] == task:
+                outcomes.setdefault(row["length"], []).append(int(row["correct"]))
+        for threshold in (0.5, 0.8):
+            context = statistics.usable_context(outcomes, threshold=threshold, seed=seed)
+            result.append({"task": task, **context._asdict()})
+    return result
+
+
+class _Progress:
+    """A bar in prompt tokens, which time is proportional to, that also shows examples and their rate."""
+
+    def __init__(self, config: NiahConfig, outcomes: Outcomes, shown: bool, repeats: int = 1):
+        count = len(config.tasks) * config.num_examples * repeats
+        self.total_examples = count * len(config.lengths)
+        self.examples = len(outcomes.rows)
+        tokens = sum(row["length"] for row in outcomes.rows.values())
+        total = count * sum(config.lengths)
+        self.bar = tqdm(total=total, initial=min(tokens, total), unit="tok", unit_scale=True, disable=not shown)
+        self.started, self.new = time.perf_counter(), 0
+
+    def update(self, rows: Sequence[dict[str, Any]]) -> None:
+        self.new += len(rows)
+        rate = self.new / (time.perf_counter() - self.started)
+        self.bar.set_postfix_str(
+            f"{rows[-1]['length']} tokens, {self.examples + self.new}/{self.total_examples} examples, {rate:.1f}/s",
+            refresh=False,
+        )
+        self.bar.update(sum(row["length"] for row in rows))
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.bar.close()
