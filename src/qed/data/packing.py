@@ -1,55 +1,49 @@
-"""Documents into rows of exactly N tokens, each row a function of (source, seed, its index)."""
+"""Documents into rows of exactly N tokens; a row is a function of (source, seed, its index).
+
+The classes are map-style data sets as they stand: ``len`` and rows by index, which ``qed.train`` takes, so the position
+in training is one integer. Nothing here needs torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
+from ..config import nearest
 from .corpus import Documents
 from .vocabulary import seeded
 
 Boundaries = Literal["concatenate", "reset"]
+Row = dict[str, np.ndarray]
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Row:
-    """``tokens`` and ``labels`` are int64 ``[N]``; ``starts`` are the offsets of the documents, the first one 0.
-
-    Labels are not shifted (the model compares position t with label t + 1); ``IGNORED`` marks what is not trained on,
-    the label of position 0 always, so that counting labels counts targets.
-    """
-
-    tokens: np.ndarray
-    labels: np.ndarray
-    starts: np.ndarray
-
-
-class Rows(Protocol):
-    """A fixed number of rows by index: the position in training is one integer."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Row: ...
-
-
 def make_row(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, boundaries: Boundaries) -> Row:
-    """A row whose targets do not cross a document's start when documents are separated ("reset")."""
+    """``input_ids`` and ``labels``, int64 ``[N]``, of documents that begin at the offsets ``starts``.
+
+    Labels are not shifted (a causal LM compares position t with label t + 1), and the first is ``IGNORED``, so that
+    labels count targets. "reset" separates the documents: a document's first label is ``IGNORED`` (no target crosses
+    the border) and ``cu_seqlens``, offsets from 0 to N, tells the model where to start from an empty state.
+    """
+    if boundaries not in ("concatenate", "reset"):
+        raise ValueError(nearest("boundaries", boundaries, ("concatenate", "reset")))
+    tokens = tokens.astype(np.int64)
     labels = tokens.copy()
     labels[0] = IGNORED
-    starts = np.asarray(starts, dtype=np.int64)
-    if boundaries == "reset":
-        labels[starts] = IGNORED
-    return Row(tokens, labels, starts)
+    if boundaries == "concatenate":
+        return {"input_ids": tokens, "labels": labels}
+    # a row that begins inside a document begins with the rest of it
+    offsets = np.unique(np.concatenate([[0], np.asarray(starts, dtype=np.int64), [len(tokens)]]))
+    labels[offsets[:-1]] = IGNORED
+    return {"input_ids": tokens, "labels": labels, "cu_seqlens": offsets}
 
 
 class GeneratedRows:
     """Rows of whole documents drawn from ``Documents``; the space that no document fits is filled with prose.
 
-    Row i is drawn with a generator of (seed, i) at progress ``i / num_rows`` of the curriculum.
+    Row i is drawn with a generator of (seed, i), at progress ``i / num_rows`` of the curriculum: read them in order.
     """
 
     def __init__(
@@ -81,13 +75,31 @@ class GeneratedRows:
             if document.supervised is not None:
                 kept = {at for first, last in document.supervised for at in range(first, last)}
                 ignored += [start + at for at in range(len(document.tokens)) if at not in kept]
-        row = make_row(np.asarray(tokens, dtype=np.int64), starts, self.boundaries)
-        row.labels[ignored] = IGNORED
+        row = make_row(np.asarray(tokens), starts, self.boundaries)
+        row["labels"][ignored] = IGNORED
         return row
 
 
-def offsets(rows: Sequence[Row]) -> np.ndarray:
-    """``cu_seqlens`` of the rows laid end to end: int32, from 0 to all their tokens."""
-    length = len(rows[0].tokens)
-    starts = [row.starts + number * length for number, row in enumerate(rows)]
-    return np.concatenate([*starts, [len(rows) * length]]).astype(np.int32)
+class StreamRows:
+    """Rows cut one after the other from a stream of documents; what is left at the end is not used.
+
+    ``tokens``: the stream, any integer dtype, memory-mapped or not; ``starts``: rising offsets of its documents.
+    """
+
+    def __init__(
+        self, tokens: np.ndarray, starts: np.ndarray, *, row_length: int, boundaries: Boundaries = "concatenate"
+    ) -> None:
+        if len(tokens) < row_length:
+            raise ValueError(f"{len(tokens)} tokens do not fill one row of {row_length}")
+        self.tokens, self.starts, self.row_length = tokens, starts, row_length
+        self.boundaries: Boundaries = boundaries
+
+    def __len__(self) -> int:
+        return len(self.tokens) // self.row_length
+
+    def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        first = index * self.row_length
+        inside = self.starts[slice(*np.searchsorted(self.starts, [first, first + self.row_length]))]
+        return make_row(self.tokens[first : first + self.row_length], inside - first, self.boundaries)
