@@ -1,0 +1,303 @@
+"""From run folders to every number on the page: needle accuracy, paired comparisons, curves, usable context."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from qed import statistics
+
+from . import text
+from .runs import Run
+from .tables import table
+
+LEARNED = 0.95
+THRESHOLDS = (0.5, 0.8)
+CONTRASTS = (
+    ("qed", "gdn2"),
+    ("qed", "qed-rand"),
+    ("qed", "qed-nogate"),
+    ("qed", "qed-noproj"),
+    ("qed-nogate", "qed-nogate-noproj"),
+)
+CURVE_POINTS = 200
+
+
+def outcomes(run: Run) -> dict[str, dict[int, dict[int, int]]]:
+    """Outcomes of a run as task -> nominal length -> example index -> 0 or 1."""
+    found: dict[str, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+    for row in run.outcomes:
+        found[row["task"]][row["length"]][row["index"]] = int(row["correct"])
+    return {task: {length: found[task][length] for length in sorted(found[task])} for task in sorted(found)}
+
+
+class Needle:
+    """Needle accuracies of all runs, computed once and read by every table."""
+
+    def __init__(self, runs: list[Run]) -> None:
+        self.runs = runs
+        self.by_run = {run.name: outcomes(run) for run in runs}
+        self.tasks = sorted({task for tasks in self.by_run.values() for task in tasks})
+
+    def lengths(self, task: str) -> list[int]:
+        return sorted({length for tasks in self.by_run.values() for length in tasks.get(task, {})})
+
+    def estimate(self, run: Run, task: str, length: int) -> list[float] | None:
+        """Accuracy with its 95 % Wilson interval, or ``None`` where the run has no outcome."""
+        scored = self.by_run[run.name].get(task, {}).get(length)
+        if not scored:
+            return None
+        right = sum(scored.values())
+        return [right / len(scored), *statistics.wilson(right, len(scored))]
+
+    def at_training_length(self, run: Run) -> tuple[str, list[float]] | None:
+        """Task and accuracy at the run's training length, for the first task tested there."""
+        if run.train_length is None:
+            return None
+        for task in self.tasks:
+            found = self.estimate(run, task, run.train_length)
+            if found is not None:
+                return task, found
+        return None
+
+    def learned(self, run: Run) -> bool | None:
+        found = self.at_training_length(run)
+        return None if found is None else found[1][0] >= LEARNED
+
+    def paired(self, first: Run, second: Run, task: str, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Outcomes of both runs on the examples that both have, in one order."""
+        one = self.by_run[first.name].get(task, {}).get(length, {})
+        two = self.by_run[second.name].get(task, {}).get(length, {})
+        shared = sorted(one.keys() & two.keys())
+        return np.array([one[index] for index in shared]), np.array([two[index] for index in shared])
+
+
+def accuracy_table(needle: Needle, task: str) -> dict[str, Any]:
+    lengths = needle.lengths(task)
+    rows: list[dict[str, Any]] = []
+    for run in needle.runs:
+        if not needle.by_run[run.name].get(task):
+            continue
+        row: dict[str, Any] = {"arm": text.arm_label(run.arm), "seed": run.seed, "learned": needle.learned(run)}
+        row |= {str(length): needle.estimate(run, task, length) for length in lengths}
+        rows.append(row)
+    counts = sorted({len(scored) for tasks in needle.by_run.values() for scored in tasks.get(task, {}).values()})
+    return table(
+        f"{text.task_label(task)}: accuracy by tested length",
+        [
+            ("arm", "arm", "text"),
+            ("seed", "seed", "integer"),
+            ("learned", "learned", "yes"),
+            *((str(length), text.length_label(length), "estimate") for length in lengths),
+        ],
+        rows,
+        caption=f"Percent of examples answered, with the 95 % Wilson interval; {_either(counts)} examples a length, "
+        f"the same ones for every run. Learned: at least {100 * LEARNED:g} % at the training length.",
+    )
+
+
+def paired_table(needle: Needle, task: str, arm: str, base: str) -> dict[str, Any] | None:
+    """Exact McNemar tests of two arms of one seed on the same examples, Holm-corrected over the table."""
+    rows: list[dict[str, Any]] = []
+    for first, second in _pairs(needle.runs, base, arm):
+        for length in needle.lengths(task):
+            wrong_right, right_wrong = needle.paired(first, second, task, length)
+            if not len(wrong_right):
+                continue
+            test = statistics.mcnemar(wrong_right, right_wrong)
+            both = int((wrong_right & right_wrong).sum())
+            rows.append(
+                {
+                    "length": length,
+                    "seed": first.seed,
+                    "num_pairs": len(wrong_right),
+                    "both": both,
+                    "only_arm": test.n01,
+                    "only_base": test.n10,
+                    "neither": len(wrong_right) - both - test.n01 - test.n10,
+                    "difference": (test.n01 - test.n10) / len(wrong_right),
+                    "p": test.p,
+                    "learned": _both(needle.learned(first), needle.learned(second)),
+                }
+            )
+    if not rows:
+        return None
+    rows.sort(key=lambda row: (row["length"], row["seed"]))
+    for row, corrected in zip(rows, statistics.holm([row["p"] for row in rows]), strict=True):
+        row["p_holm"] = corrected
+    one, two = text.arm_label(arm), text.arm_label(base)
+    return table(
+        f"{text.task_label(task)}: {one} against {two}, example by example",
+        [
+            ("length", "length", "integer"),
+            ("seed", "seed", "integer"),
+            ("num_pairs", "pairs", "integer"),
+            ("both", "both right", "integer"),
+            ("only_arm", f"only {one}", "integer"),
+            ("only_base", f"only {two}", "integer"),
+            ("neither", "neither", "integer"),
+            ("difference", "difference, points", "points"),
+            ("p", "exact p", "p"),
+            ("p_holm", "p, Holm", "p"),
+            ("learned", "both learned", "yes"),
+        ],
+        rows,
+        caption="Exact two-sided McNemar test of the examples that only one of the two answers. Holm's correction is "
+        "over "
+        f"the {len(rows)} tests of this table. A test compares two trained models; it says nothing about other seeds.",
+    )
+
+
+def pooled_table(needle: Needle, task: str, arm: str, base: str) -> dict[str, Any] | None:
+    """The difference of two arms over seeds, seed as a random effect; needs two seeds that both arms have."""
+    pairs = _pairs(needle.runs, base, arm)
+    rows: list[dict[str, Any]] = []
+    for length in needle.lengths(task):
+        both = [needle.paired(first, second, task, length) for first, second in pairs]
+        both = [pair for pair in both if len(pair[0])]
+        if len(both) < 2:
+            continue
+        pooled = statistics.pool_over_seeds(both)
+        means = [float(np.mean(second) - np.mean(first)) for first, second in both]
+        rows.append(
+            {
+                "length": length,
+                "num_seeds": pooled.num_seeds,
+                "ahead": sum(mean > 0 for mean in means),
+                "behind": sum(mean < 0 for mean in means),
+                "difference": [pooled.estimate, pooled.low, pooled.high],
+                "p": pooled.p,
+                "spread": pooled.between_seed_sd,
+            }
+        )
+    if not rows:
+        return None
+    for row, corrected in zip(rows, statistics.holm([row["p"] for row in rows]), strict=True):
+        row["p_holm"] = corrected
+    one, two = text.arm_label(arm), text.arm_label(base)
+    return table(
+        f"{text.task_label(task)}: {one} minus {two}, over seeds",
+        [
+            ("length", "length", "integer"),
+            ("num_seeds", "seeds", "integer"),
+            ("ahead", f"{one} ahead", "integer"),
+            ("behind", f"{two} ahead", "integer"),
+            ("difference", "mean difference, points", "difference"),
+            ("p", "p", "p"),
+            ("p_holm", "p, Holm", "p"),
+            ("spread", "spread between seeds, points", "percent"),
+        ],
+        rows,
+        caption="Mean over seeds of the paired difference with its 95 % interval, seed as a random effect (Student's "
+        "t); "
+        "Holm's correction is over the lengths. All seeds count, those that never learned the task too.",
+    )
+
+
+def usable_context_table(needle: Needle, task: str) -> dict[str, Any] | None:
+    rows: list[dict[str, Any]] = []
+    for run in needle.runs:
+        scored = needle.by_run[run.name].get(task)
+        if not scored:
+            continue
+        row: dict[str, Any] = {"arm": text.arm_label(run.arm), "seed": run.seed}
+        for threshold in THRESHOLDS:
+            found = statistics.usable_context(
+                {length: list(values.values()) for length, values in scored.items()}, threshold=threshold, seed=0
+            )
+            row[f"at_{threshold:g}"] = _crossing(found.length, found.status)
+            row[f"interval_{threshold:g}"] = (
+                f"{_crossing(found.low, found.low_status)} to {_crossing(found.high, found.high_status)}"
+            )
+        rows.append(row)
+    if not rows:
+        return None
+    columns: list[tuple[str, str, str]] = [("arm", "arm", "text"), ("seed", "seed", "integer")]
+    for threshold in THRESHOLDS:
+        columns.append((f"at_{threshold:g}", f"falls to {100 * threshold:g} % at, tokens", "text"))
+        columns.append((f"interval_{threshold:g}", "95 % interval", "text"))
+    lengths = needle.lengths(task)
+    return table(
+        f"{text.task_label(task)}: usable context",
+        columns,
+        rows,
+        caption="Length at which accuracy first falls to the threshold, linear in the logarithm of length between "
+        "tested "
+        f"lengths ({lengths[0]:,} to {lengths[-1]:,} tokens); bootstrap interval over examples.",
+    )
+
+
+def runs_table(needle: Needle) -> dict[str, Any]:
+    rows: list[dict[str, Any]] = []
+    for run in needle.runs:
+        at = needle.at_training_length(run)
+        rows.append(
+            {
+                "run": run.name,
+                "commit": _short(run.lookup("commit")),
+                "device": run.lookup("device"),
+                "num_parameters": run.lookup("num_parameters"),
+                "num_tokens": run.lookup("num_tokens"),
+                "time_s": run.lookup("seconds"),
+                "train_length": run.train_length,
+                "final_loss": final_loss(run),
+                "accuracy": at and at[1],
+            }
+        )
+    return table(
+        "The runs",
+        [
+            ("run", "run", "text"),
+            ("accuracy", "accuracy at training length", "estimate"),
+            ("final_loss", "last training loss, nats", "loss"),
+            ("train_length", "training length", "integer"),
+            ("num_parameters", "parameters", "count"),
+            ("num_tokens", "tokens", "count"),
+            ("time_s", "time", "duration"),
+            ("commit", "commit", "text"),
+            ("device", "device", "text"),
+        ],
+        rows,
+        caption="A dash stands where the run's records do not say.",
+    )
+
+
+def final_loss(run: Run) -> float | None:
+    losses = [row["loss"] for row in run.log if isinstance(row.get("loss"), int | float)]
+    return losses[-1] if losses else None
+
+
+def curve(run: Run, key: str) -> dict[str, list[float]] | None:
+    """A logged quantity against tokens, thinned evenly to at most ``CURVE_POINTS`` and always with the last point."""
+    rows = [row for row in run.log if isinstance(row.get(key), int | float)]
+    if not rows:
+        return None
+    axis = "tokens" if all(isinstance(row.get("tokens"), int | float) for row in rows) else "step"
+    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), CURVE_POINTS)).round().astype(int))
+    return {"axis": axis, "x": [rows[i].get(axis, i) for i in chosen], "y": [rows[i][key] for i in chosen]}  # type: ignore[dict-item]
+
+
+def _pairs(runs: list[Run], first_arm: str, second_arm: str) -> list[tuple[Run, Run]]:
+    second = {run.seed: run for run in runs if run.arm == second_arm}
+    return [(run, second[run.seed]) for run in runs if run.arm == first_arm and run.seed in second]
+
+
+def _both(first: bool | None, second: bool | None) -> bool | None:
+    return None if first is None or second is None else first and second
+
+
+def _either(counts: list[int]) -> str:
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
+
+
+def _crossing(length: float | None, status: str) -> str:
+    return f"{round(length):,}" if length is not None else status
+
+
+def _short(commit: str | None) -> str | None:
+    if commit is None:
+        return None
+    digits, plus, changes = commit.partition("+")
+    return digits[:10] + plus + changes

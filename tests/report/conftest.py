@@ -1,0 +1,84 @@
+"""Run folders that are plainly synthetic: outcomes drawn from a stated curve, nothing trained."""
+
+import math
+
+import numpy as np
+import pytest
+
+from qed.records import write_json, write_rows
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+
+
+def write_run(
+    folder, arm, seed, *, half_length, num_examples=60, train_length=256, num_steps=300, ceiling=1.0, **parts
+):
+    """Write a run whose accuracy falls as a logistic of log-length, crossing half at ``half_length``."""
+    folder = folder / f"{arm}-seed{seed}"
+    generator = np.random.default_rng([seed, len(arm)])
+    config = {
+        "arm": arm,
+        "seed": seed,
+        "model": {"hidden_size": 64, "num_layers": 2},
+        "train": {"sequence_length": train_length, "learning_rate": 3e-3},
+        "note": "synthetic <b>fixture</b>",
+    }
+    write_json(folder / "config.json", config)
+    log = [
+        {
+            "step": step,
+            "tokens": step * 8192,
+            "loss": 6 * math.exp(-step / 80) + 0.4 + 0.05 * float(generator.random()),
+            "lr": 3e-3,
+            "grad_norm": 1.0,
+            "lambda_mean": 0.0298 + 0.05 * step / num_steps,
+        }
+        for step in range(1, num_steps + 1)
+    ]
+    write_rows(folder / "train.jsonl", log)
+    provenance = {"commit": "0123456789abcdef", "device": "synthetic device", "versions": {"torch": "2.13.0"}}
+    record = {
+        "num_parameters": 312_000,
+        "num_tokens": num_steps * 8192,
+        "seconds": 93.5,
+        "tokens_per_second": 26_000.0,
+        "provenance": provenance,
+    }
+    write_json(folder / "train.json", record)
+    rows = []
+    for length in LENGTHS:
+        share = ceiling / (1 + (length / half_length) ** 2.5)
+        right = generator.random(num_examples) < (ceiling if length == train_length else share)
+        rows += [
+            {
+                "task": "niah_single_1",
+                "length": length,
+                "index": index,
+                "num_tokens": length - 3,
+                "prediction": "12",
+                "answer": "12" if right[index] else "34",
+                "correct": bool(right[index]),
+            }
+            for index in range(num_examples)
+        ]
+    write_rows(folder / "niah.jsonl", rows)
+    write_json(folder / "niah.json", {"num_examples": len(rows), "provenance": provenance})
+    for name, value in parts.items():
+        write_json(folder / f"{name}.json", value)
+    return folder
+
+
+@pytest.fixture
+def synthetic_run():
+    return write_run
+
+
+@pytest.fixture(scope="session")
+def run_folders(tmp_path_factory):
+    """Five seeds of two arms; qed's seed 3 never learns the task."""
+    root = tmp_path_factory.mktemp("runs")
+    folders = []
+    for seed in range(5):
+        folders.append(write_run(root, "gdn2", seed, half_length=800 + 150 * seed))
+        folders.append(write_run(root, "qed", seed, half_length=1700 + 200 * seed, ceiling=0.1 if seed == 3 else 1.0))
+    return folders

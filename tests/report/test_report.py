@@ -1,0 +1,183 @@
+"""The report against values computed here from the same rows, and against damaged folders."""
+
+import csv
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from qed.records import read_json, read_rows, write_json, write_rows
+from qed.report import find_runs, report
+from qed.report.page import assemble
+from qed.report.runs import load_runs
+
+LENGTHS = (256, 512, 1024, 2048, 4096)
+
+
+@pytest.fixture(scope="module")
+def page(run_folders, tmp_path_factory):
+    return report(run_folders, tmp_path_factory.mktemp("report"), title="Synthetic <runs> & more", label="laptop scale")
+
+
+@pytest.fixture(scope="module")
+def content(page):
+    return read_json(page.parent / "report.json")
+
+
+def outcomes(folders, name, length):
+    folder = next(folder for folder in folders if folder.name == name)
+    return np.array([row["correct"] for row in read_rows(folder / "niah.jsonl") if row["length"] == length])
+
+
+def said(content, tone):
+    return " ".join(one["text"] for one in content["statements"] if one["tone"] == tone)
+
+
+def test_accuracies_and_intervals_are_those_of_the_rows(run_folders, content):
+    rows = content["tables"]["accuracy-niah_single_1"]["rows"]
+    assert len(rows) == 10
+    for row, name in zip(rows, [f"{arm}-seed{seed}" for arm in ("gdn2", "qed") for seed in range(5)], strict=True):
+        for length in LENGTHS:
+            right = outcomes(run_folders, name, length)
+            interval = stats.binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
+            np.testing.assert_allclose(row[str(length)], [right.mean(), interval.low, interval.high], atol=1e-12)
+
+
+def test_paired_counts_and_exact_p_values_are_those_of_the_rows(run_folders, content):
+    rows = content["tables"]["paired-niah_single_1-qed-gdn2"]["rows"]
+    assert len(rows) == len(LENGTHS) * 5
+    for row in rows:
+        base = outcomes(run_folders, f"gdn2-seed{row['seed']}", row["length"])
+        arm = outcomes(run_folders, f"qed-seed{row['seed']}", row["length"])
+        only_arm, only_base = int((arm & ~base).sum()), int((base & ~arm).sum())
+        assert (row["only_arm"], row["only_base"], row["both"]) == (only_arm, only_base, int((arm & base).sum()))
+        assert row["both"] + row["only_arm"] + row["only_base"] + row["neither"] == row["num_pairs"]
+        wanted = stats.binomtest(only_arm, only_arm + only_base).pvalue if only_arm + only_base else 1.0
+        assert row["p"] == pytest.approx(wanted, abs=1e-12)
+        assert row["p_holm"] >= row["p"]
+
+
+def test_a_run_that_never_learned_is_named(content):
+    assert "1 of 10 runs never learned the task" in said(content, "caution")
+    assert "qed-seed3" in said(content, "caution")
+    faint = [one["label"] for one in content["figures"]["accuracy-niah_single_1"]["series"] if one.get("faint")]
+    assert faint == ["QED, seed 3"]
+
+
+def test_one_seed_is_called_an_illustration_and_never_a_finding(run_folders):
+    content = assemble(load_runs(run_folders[:2]), title="one seed")
+    assert "One seed an arm: an illustration, not a finding." in said(content, "caution")
+    assert said(content, "finding") == ""
+    assert not any(name.startswith("over-seeds") for name in content["tables"])
+
+
+def test_different_seeds_of_two_arms_are_not_paired(tmp_path, synthetic_run):
+    folders = [synthetic_run(tmp_path, "gdn2", 0, half_length=900), synthetic_run(tmp_path, "qed", 1, half_length=900)]
+    content = assemble(load_runs(folders), title="unpaired")
+    assert not any(name.startswith("paired") for name in content["tables"])
+
+
+def test_missing_and_damaged_parts_are_named_and_the_rest_is_shown(tmp_path, synthetic_run):
+    whole = synthetic_run(tmp_path, "gdn2", 0, half_length=900)
+    bare = synthetic_run(tmp_path, "qed", 0, half_length=900)
+    (bare / "train.json").unlink()
+    (bare / "niah.jsonl").unlink()
+    (bare / "niah.json").write_text("{broken")
+    write_json(bare / "failure.json", {"error": "RuntimeError: <stopped>"})
+    path = report([whole, bare], tmp_path / "out", title="gaps")
+    gaps = [one["gap"] for one in read_json(tmp_path / "out/report.json")["gaps"] if one["run"] == "qed-seed0"]
+    assert any("training record (train.json) is missing" in gap for gap in gaps)
+    assert any("needle outcomes (niah.jsonl) is missing" in gap or "are missing" in gap for gap in gaps)
+    assert any("niah.json) cannot be read" in gap for gap in gaps)
+    assert any("RuntimeError: <stopped>" in gap for gap in gaps)
+    text = path.read_text()
+    assert "RuntimeError: &lt;stopped&gt;" in text
+    assert "<stopped>" not in text
+
+
+def test_a_run_folder_with_nothing_but_its_configuration_renders(tmp_path, synthetic_run):
+    folder = synthetic_run(tmp_path, "qed", 0, half_length=900)
+    for name in ("train.json", "train.jsonl", "niah.json", "niah.jsonl"):
+        (folder / name).unlink()
+    text = report([folder], tmp_path / "out", title="empty").read_text()
+    assert "No needle outcomes were found" in text
+
+
+def test_everything_given_is_escaped(page):
+    text = page.read_text()
+    assert "Synthetic &lt;runs&gt; &amp; more" in text
+    assert "synthetic <b>fixture</b>" not in text
+
+
+def test_the_page_needs_no_network_and_no_other_file(page):
+    text = page.read_text()
+    head = text[: text.index('<script type="application/json"')]
+    assert "default-src 'none'" in head
+    without_namespaces = re.sub(r'xmlns(:\w+)?="[^"]*"', "", head)
+    assert not re.search(r'(?:src|href|url\()=?["\']?(?:https?:)?//', without_namespaces)
+    assert "<link" not in head
+    assert "MIT License" in text
+
+
+def test_names_in_the_drawings_are_unique(page):
+    ids = re.findall(r'\bid="([^"]+)"', page.read_text().split('<script type="application/json"')[0])
+    assert len(ids) == len(set(ids))
+
+
+def test_figures_and_tables_lie_beside_the_page(page, content):
+    for name in content["figures"]:
+        assert (page.parent / "figures" / f"{name}.svg").read_text().lstrip().startswith("<?xml")
+        assert (page.parent / "figures" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    for name, table in content["tables"].items():
+        with open(page.parent / "tables" / f"{name}.csv", newline="") as file:
+            assert len(list(csv.DictReader(file))) == len(table["rows"])
+        assert table["title"] in (page.parent / "tables" / f"{name}.md").read_text()
+
+
+def test_the_papers_numbers_stand_behind_only_comparable_runs(tmp_path, synthetic_run):
+    folders = [synthetic_run(tmp_path, arm, 0, half_length=8000, train_length=2048) for arm in ("gdn2", "qed")]
+    away = assemble(load_runs(folders), title="away")
+    assert not [one for one in away["figures"]["accuracy-niah_single_1"]["series"] if one["role"] == "paper"]
+    assert "Not to be compared" in next(one["lead"] for one in away["sections"] if one["key"] == "paper")
+    for folder in folders:
+        record = read_json(folder / "train.json")
+        write_json(folder / "train.json", record | {"num_parameters": 341_000_000, "num_tokens": 15_000_000_000})
+    near = assemble(load_runs(folders), title="near")
+    behind = [one for one in near["figures"]["accuracy-niah_single_1"]["series"] if one["role"] == "paper"]
+    assert {one["label"] for one in behind} >= {"QED, paper, seed 1", "GDN-2, paper, seed 0"}
+    one = next(one for one in behind if one["label"] == "QED, paper, seed 1")
+    assert dict(zip(one["x"], one["y"], strict=True))[16384] == 59.8
+
+
+def test_the_same_runs_give_the_same_bytes(run_folders, page, tmp_path):
+    again = report(list(reversed(run_folders)), tmp_path, title="Synthetic <runs> & more", label="laptop scale")
+    assert again.read_bytes() == page.read_bytes()
+
+
+def test_wrong_folders_are_refused_by_name(tmp_path, run_folders):
+    with pytest.raises(ValueError, match="no run folders given"):
+        report([], tmp_path, title="none")
+    with pytest.raises(ValueError, match=r"no such run folder.*absent"):
+        report([tmp_path / "absent"], tmp_path, title="none")
+    copy = tmp_path / "copy" / run_folders[0].name
+    shutil.copytree(run_folders[0], copy)
+    with pytest.raises(ValueError, match="two folders hold the run gdn2-seed0"):
+        report([run_folders[0], copy], tmp_path, title="twice")
+    with pytest.raises(ValueError, match="holds no run"):
+        find_runs([tmp_path])
+    assert find_runs([copy.parent]) == [copy]
+
+
+def test_partial_outcomes_are_compared_on_shared_examples_only(tmp_path, synthetic_run):
+    folders = [synthetic_run(tmp_path, arm, 0, half_length=900) for arm in ("gdn2", "qed")]
+    rows = read_rows(folders[1] / "niah.jsonl")
+    write_rows(folders[1] / "niah.jsonl", [row for row in rows if row["index"] < 25])
+    table = assemble(load_runs(folders), title="partial")["tables"]["paired-niah_single_1-qed-gdn2"]
+    assert {row["num_pairs"] for row in table["rows"]} == {25}
+
+
+def test_report_json_holds_no_number_that_is_not_finite(page):
+    json.loads((page.parent / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
