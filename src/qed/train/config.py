@@ -21,6 +21,29 @@ RUNTIME_FIELDS = frozenset(
     }
 )
 
+_POSITIVE = (
+    "num_tokens",
+    "batch_tokens",
+    "sequence_length",
+    "micro_batch_rows",
+    "learning_rate",
+    "epsilon",
+    "prefetch_factor",
+    "log_every_steps",
+    "keep_checkpoints",
+    "max_nonfinite_steps",
+)
+_ZERO_OR_MORE = (
+    "theta_lr_multiplier",
+    "weight_decay",
+    "max_grad_norm",
+    "warmup_tokens",
+    "num_workers",
+    "save_every_steps",
+    "save_every_seconds",
+    "seed",
+)
+
 
 @dataclass(frozen=True)
 class TrainConfig:
@@ -99,14 +122,10 @@ class TrainConfig:
     """Stated peak of one device, in TFLOP/s, for the MFU; None: by device name where known, else no MFU."""
 
     def __post_init__(self) -> None:
-        positive = ("num_tokens", "batch_tokens", "sequence_length", "micro_batch_rows", "learning_rate")
-        positive += ("log_every_steps", "keep_checkpoints", "max_nonfinite_steps", "prefetch_factor", "epsilon")
-        for name in positive:
+        for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)}")
-        zero_or_more = ("weight_decay", "max_grad_norm", "warmup_tokens", "num_workers", "theta_lr_multiplier")
-        zero_or_more += ("save_every_steps", "save_every_seconds", "seed")
-        for name in zero_or_more:
+        for name in _ZERO_OR_MORE:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or more; got {getattr(self, name)}")
         for name in ("beta1", "beta2"):

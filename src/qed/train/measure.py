@@ -26,7 +26,8 @@ def strengths(model: nn.Module) -> list[list[float]] | None:
         return None
     config: Any = model.config
     full = torch.stack([theta.full_tensor() if isinstance(theta, DTensor) else theta for theta in thetas])
-    return (config.lambda_max * torch.sigmoid(full.float())).tolist()
+    scale = config.strength_scale * config.lambda_max
+    return (scale * torch.sigmoid(full.float())).tolist()
 
 
 def peak_tflops(config: TrainConfig) -> float | None:

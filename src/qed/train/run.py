@@ -190,7 +190,7 @@ def check_row(dataset: Any, model_config: PreTrainedConfig, config: TrainConfig)
     row = dataset[0]
     missing = {"input_ids", "labels"} - set(row)
     if missing:
-        raise ValueError(f"rows must hold input_ids and labels; {', '.join(sorted(missing))} missing, got {sorted(row)}")
+        raise ValueError(f"rows must hold input_ids and labels; got {', '.join(sorted(row))}")
     tokens = torch.as_tensor(row["input_ids"])
     if tokens.shape != (config.sequence_length,):
         raise ValueError(f"rows must hold sequence_length={config.sequence_length} tokens; got {tuple(tokens.shape)}")
@@ -244,7 +244,7 @@ def prepare_model(model: PreTrainedModel, config: TrainConfig) -> None:
         names = set(model._no_split_modules or ())
         blocks = [module for module in model.modules() if type(module).__name__ in names]
         if not blocks:
-            raise ValueError(f"compile=True needs the repeated block's name in {type(model).__name__}._no_split_modules")
+            raise ValueError(f"compile=True: {type(model).__name__}._no_split_modules names no repeated block")
         for block in blocks:
             block.compile()
 

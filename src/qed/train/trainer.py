@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -34,6 +35,11 @@ class RunTrainer(Trainer):
     whether any was asked to stop or to save.
     """
 
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    train_dataset: Any
+
     def __init__(
         self,
         model: nn.Module,
@@ -49,6 +55,7 @@ class RunTrainer(Trainer):
         super().__init__(model=model, args=args, train_dataset=dataset, callbacks=[*callbacks, Flow(self)])
         self.config, self.root, self.rows_path, self.identity = config, root, rows_path, identity
         self.meter = Meter(config, model, num_processes=args.world_size)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.first_step = 0
         self.resumed_at: list[int] = []
         self.stop_requested = False
@@ -62,7 +69,7 @@ class RunTrainer(Trainer):
 
     def get_train_dataloader(self) -> Any:
         sampler = MicroBatches(
-            len(self.train_dataset),  # type: ignore[arg-type]
+            len(self.train_dataset),
             self.config,
             rank=self.args.process_index,
             num_processes=self.args.world_size,
@@ -86,7 +93,7 @@ class RunTrainer(Trainer):
     # One micro-batch: the loss is the sum over its targets, divided by the targets of the whole step.
 
     def training_step(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | None = None
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
         with self.compute_loss_context_manager():
             loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
@@ -99,7 +106,7 @@ class RunTrainer(Trainer):
         model: nn.Module,
         inputs: dict[str, Any],
         return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | None = None,
+        num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         # Gradients are averaged over processes, the loss is divided by the targets of all.
@@ -118,6 +125,9 @@ class RunTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         if self.lr_scheduler is None:
+            # Accelerate's wrapper only guards the fp16 scaler, which no precision here uses, at a cost every step.
+            if isinstance(self.optimizer, AcceleratedOptimizer):
+                self.optimizer = self.optimizer.optimizer
             optimizer = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
                 optimizer, lambda step: rate_factor(self.config, step)
@@ -126,7 +136,10 @@ class RunTrainer(Trainer):
         return self.lr_scheduler
 
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
-        norm = super()._clip_grad_norm(model)
+        if self.is_fsdp_enabled:
+            norm = super()._clip_grad_norm(model)
+        else:
+            norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
         finite = torch.isfinite(self._step_loss) & torch.isfinite(norm)
         if self.args.world_size > 1:
             flags = torch.stack([~finite, *(finite.new_tensor(flag) for flag in (self.stop_requested, self._due()))])
@@ -137,8 +150,7 @@ class RunTrainer(Trainer):
             bad, self.save_due = not bool(finite), self._due()
         if bad:
             # Without gradients the optimizer leaves weights and statistics as they are.
-            for parameter in model.parameters():
-                parameter.grad = None
+            self.optimizer.zero_grad(set_to_none=True)
             self.meter.skip()
             if self.meter.skipped_in_a_row >= self.config.max_nonfinite_steps:
                 raise NonFiniteError(

@@ -1,0 +1,129 @@
+"""Runs that a test starts in processes of their own, and ways to kill them from inside at a chosen moment."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from qed.train import TrainConfig, TrainingInterrupted, checkpoint, run, train, trainer
+
+ROW, ROWS_A_STEP, STEPS = 16, 4, 24
+
+
+class Rows(torch.utils.data.Dataset):
+    """Random rows, each a pure function of its index."""
+
+    def __init__(self, num_rows: int = 37, length: int = ROW, vocab: int = 50) -> None:
+        self.num_rows, self.length, self.vocab = num_rows, length, vocab
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(0, self.vocab, (self.length,), generator=generator)
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def model_config(dropout: float = 0.1) -> LlamaConfig:
+    """A tiny tied model; dropout makes the random state matter."""
+    return LlamaConfig(
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+        attention_dropout=dropout,
+    )
+
+
+def train_config(**changes: Any) -> TrainConfig:
+    values = {
+        "num_tokens": STEPS * ROWS_A_STEP * ROW,
+        "batch_tokens": ROWS_A_STEP * ROW,
+        "sequence_length": ROW,
+        "micro_batch_rows": 2,
+        "learning_rate": 1e-2,
+        "warmup_tokens": 4 * ROWS_A_STEP * ROW,
+        "decay_start_tokens": 16 * ROWS_A_STEP * ROW,
+        "log_every_steps": 3,
+        "save_every_steps": 4,
+        "tensorboard": False,
+    }
+    return TrainConfig(**(values | changes))
+
+
+def kill_self() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_at(event: str, count: int) -> None:
+    """Arrange for SIGKILL at the ``count``-th time of an event."""
+    owner, name = {
+        "step": (trainer.RunTrainer, "training_step"),
+        "update": (trainer.RunTrainer, "_clip_grad_norm"),
+        "save": (trainer.RunTrainer, "_save_checkpoint"),
+        "half a file": (checkpoint, "write_tensors"),
+        "before the rename": (checkpoint, "_sync"),
+        "pruning": (checkpoint.shutil, "rmtree"),
+        "final weights": (run, "save_final"),
+        "record": (run, "write_json"),
+    }[event]
+    original, calls = getattr(owner, name), [0]
+
+    def hook(*arguments: Any, **keywords: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == count:
+            if event == "half a file":
+                original(*arguments, **keywords)
+                os.truncate(arguments[0], os.path.getsize(arguments[0]) // 2)
+            kill_self()
+        return original(*arguments, **keywords)
+
+    setattr(owner, name, hook)
+
+
+def fail_writes_from_save(count: int) -> None:
+    """From the ``count``-th save on, no file may grow past 4 KiB: a write fails part-way, as on a full disk."""
+    original, calls = trainer.RunTrainer._save_checkpoint, [0]
+
+    def hook(*arguments: Any) -> None:
+        calls[0] += 1
+        if calls[0] == count:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        original(*arguments)
+
+    trainer.RunTrainer._save_checkpoint = hook  # type: ignore[method-assign]
+
+
+def work(folder: str, *, kill: tuple[str, int] | None = None, fail_save: int | None = None, slow: bool = False) -> None:
+    """Train in this process; exit code 3 when interrupted, 4 when a checkpoint could not be written."""
+    torch.set_num_threads(1)
+    if kill is not None:
+        kill_at(*kill)
+    if fail_save is not None:
+        fail_writes_from_save(fail_save)
+    if slow:
+        original = trainer.RunTrainer.training_step
+
+        def hook(*arguments: Any) -> Any:
+            time.sleep(0.02)
+            return original(*arguments)
+
+        trainer.RunTrainer.training_step = hook  # type: ignore[method-assign]
+    try:
+        train(model_config(), None, Rows(), train_config(), folder, data={"name": "random rows"}, progress=False)
+    except TrainingInterrupted:
+        os._exit(3)
+    except checkpoint.CheckpointError as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        Path(folder, "error.txt").write_text(str(error))
+        os._exit(4)
