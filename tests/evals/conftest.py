@@ -4,6 +4,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from qed.data.needle import NOISE, introduction, needle_sentence, question
+from qed.model import QEDConfig, QEDForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +41,20 @@ def llama(tokenizer):
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def qed_model(tokenizer):
+    config = QEDConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_heads=2,
+        head_dim=16,
+        intermediate_size=64,
+        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.3,
+        lambda_max=2.0,
+    )
+    torch.manual_seed(0)
+    return QEDForCausalLM(config).eval()

@@ -70,7 +70,7 @@ def test_a_model_that_drops_its_cache_is_found_out(llama, wrapper):
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 16, 64])
-@pytest.mark.parametrize("name", ["llama", "mamba"])
+@pytest.mark.parametrize("name", ["llama", "mamba", "qed_model"])
 def test_greedy_is_the_argmax_loop(request, name, chunk_tokens):
     model = request.getfixturevalue(name)
     prompts = prompts_of([33, 33, 33], 400)
@@ -96,6 +96,15 @@ def test_rows_stop_at_their_own_stop_token(llama):
     assert stopped == cut(torch.tensor(free), stops)
     assert len(stopped[0]) <= 3
     assert stopped[1] == []
+
+
+def test_left_padding_changes_nothing(qed_model):
+    prompts = prompts_of([40, 33, 17, 40, 21], 400)
+    calls = measure_calls(qed_model)
+    assert calls.padding
+    for chunk_tokens in (32, 64):
+        out = greedy(qed_model, calls, prompts, max_new_tokens=8, stop_ids=NO_STOP, chunk_tokens=chunk_tokens)
+        assert out == [argmax_loop(qed_model, prompt, 8) for prompt in prompts]
 
 
 def test_unequal_prompts_need_neutral_padding(llama):

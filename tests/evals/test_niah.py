@@ -34,7 +34,7 @@ class Copier(nn.Module):
             text = self.tokenizer.decode(row)
             seen = text if self.reach is None else self.tokenizer.decode(row[-self.reach :])
             value = seen.split("is: ")[1].split(".")[0] if "is: " in seen else "unknown"
-            wanted = self.tokenizer.encode(" " + value) + [self.tokenizer.eos_token_id]
+            wanted = [*self.tokenizer.encode(" " + value), self.tokenizer.eos_token_id]
             said = len(self.tokenizer.encode(text.split("provided text is")[-1]))
             logit[wanted[min(said, len(wanted) - 1)]] = 1.0
             # The text's sum tells texts apart, so that a dropped cache is noticed.
@@ -134,11 +134,13 @@ def test_wrong_settings_are_named(change, message):
         NiahConfig(**change)
 
 
-def test_batch_size_changes_nothing(llama, tokenizer, tmp_path):
+@pytest.mark.parametrize("name", ["llama", "qed_model"])
+def test_batch_size_changes_nothing(request, name, tokenizer, tmp_path):
+    model = request.getfixturevalue(name)
     texts = []
     for rows in (1, 4, 16):
         config = NiahConfig(lengths=(256,), num_examples=16, max_new_tokens=16, fill="unit", rows=rows)
-        evaluate(llama, tokenizer, config, tmp_path / str(rows), progress=False)
+        evaluate(model, tokenizer, config, tmp_path / str(rows), progress=False)
         texts.append([row["prediction"] for row in read_rows(tmp_path / str(rows) / "niah.jsonl")])
     assert texts[0] == texts[1] == texts[2]
     assert len(set(texts[0])) > 1

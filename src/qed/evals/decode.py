@@ -39,7 +39,7 @@ class Calls:
 
 
 @torch.inference_mode()
-def measure_calls(model: nn.Module) -> Calls:
+def measure_calls(model: Any) -> Calls:
     """Find how ``model`` continues from its cache by comparing with full passes over 24 arbitrary tokens."""
     parameters = inspect.signature(model.forward).parameters
     last_only = "logits_to_keep" in parameters
@@ -136,14 +136,7 @@ def greedy(
     for start in range(0, longest, chunk):
         first = mask[:, :chunk] if mask is not None and start == 0 else None
         logits, cache = forward(model, calls, ids[:, start : start + chunk], cache, first)
-    if decoder is None:
-
-        def step(tokens: Tensor) -> Tensor:
-            nonlocal cache
-            logits, cache = forward(model, calls, tokens, cache)
-            return logits
-    else:
-        step = decoder(model, calls, cache, len(prompts))
+    step = (decoder or _one_by_one)(model, calls, cache, len(prompts))
 
     generated = torch.empty(len(prompts), max_new_tokens, dtype=torch.long, device=device)
     stopped = Stopped(stop_ids, len(prompts), device)
@@ -154,6 +147,15 @@ def greedy(
             break
         logits = step(tokens[:, None])
     return cut(generated[:, : position + 1], stop_ids)
+
+
+def _one_by_one(model: nn.Module, calls: Calls, cache: Any, rows: int) -> Step:
+    def step(tokens: Tensor) -> Tensor:
+        nonlocal cache
+        logits, cache = forward(model, calls, tokens, cache)
+        return logits
+
+    return step
 
 
 class Stopped:

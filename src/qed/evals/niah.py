@@ -48,7 +48,7 @@ class NiahConfig:
     split: Literal["all", "train", "eval"] = "all"
     essay: str | None = None
     rows: int | None = None
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 512
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -106,7 +106,7 @@ def evaluate(
     with evaluating(model):
         calls = measure_calls(model)
         rows = config.rows or choose_rows(model, calls, config.chunk_tokens, max(config.lengths))
-        with _Progress(config, outcomes, progress) as bar:
+        with Progress(config, outcomes, progress) as bar:
             for (task, length), examples in tasks.items():
                 missing = [i for i in range(config.num_examples) if (task, length, i) not in outcomes]
                 answers(model, tokenizer, calls, config, [examples[i] for i in missing], rows, outcomes, bar)
@@ -137,7 +137,7 @@ def answers(
     examples: Sequence[NeedleExample],
     rows: int,
     outcomes: Outcomes,
-    bar: _Progress,
+    bar: Progress,
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Generate and score the answers of examples of about one length; each batch's rows are kept as it ends."""
@@ -213,7 +213,7 @@ def usable(rows: Sequence[dict[str, Any]], *, seed: int) -> list[dict[str, Any]]
     return result
 
 
-class _Progress:
+class Progress:
     """A bar in prompt tokens, which time is proportional to, that also shows examples and their rate."""
 
     def __init__(self, config: NiahConfig, outcomes: Outcomes, shown: bool, repeats: int = 1):
@@ -234,7 +234,7 @@ class _Progress:
         )
         self.bar.update(sum(row["length"] for row in rows))
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -26,8 +26,8 @@ class Outcomes:
             other = next((row for row in rows if row.get("run") != run), None)
             if other is not None:
                 raise ValueError(
-                    f"{self.path} holds outcomes of run {other.get('run')}, this is run {run}: other weights, tokenizer "
-                    "or settings. Give another folder, or remove the file to evaluate again"
+                    f"{self.path} holds outcomes of run {other.get('run')}, this is run {run}: other weights, "
+                    "tokenizer or settings. Give another folder, or remove the file to evaluate again"
                 )
             self.rows = {self.identity(row): row for row in rows}
             # A line cut short by a kill goes, so that the next one does not join it.
