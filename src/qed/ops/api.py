@@ -63,7 +63,7 @@ def gated_delta_rule(
     if backend == "reference":
         return _by_document(reference.recurrence, q, k, v, a, g, initial_state, cu_seqlens)
     if backend == "chunked":
-        return _by_document(chunked.recurrence, q, k, v, a, g, initial_state, cu_seqlens)
+        return chunked.recurrence(q, k, v, a, g, initial_state, cu_seqlens)
     raise ValueError(_unknown("backend", backend, BACKENDS))
 
 
