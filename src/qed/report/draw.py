@@ -31,7 +31,7 @@ PAGE_COLOURS = {
 }
 MARKERS = {"gdn2": "s", "qed": "o", "qed-nogate": "^", "qed-noproj": "v", "qed-nogate-noproj": "D", "qed-rand": "P"}
 STYLE: dict[Any, Any] = {
-    "font.size": 10,
+    "font.size": 9.5,
     "font.family": "DejaVu Sans",
     "axes.edgecolor": PAGE_COLOURS["muted"][0],
     "axes.labelcolor": PAGE_COLOURS["ink"][0],
@@ -69,7 +69,7 @@ def palette() -> dict[str, tuple[str, str]]:
 def draw(spec: dict[str, Any], name: str) -> tuple[str, bytes]:
     """One figure as SVG text and PNG bytes."""
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-        figure = Figure(figsize=(7.2, 4.1), layout="constrained")
+        figure = Figure(figsize=(6.2, 3.8), layout="constrained")
         axes = figure.add_subplot()
         _axes(axes, spec)
         runs = [series for series in spec["series"] if series["role"] == "run"]
@@ -141,6 +141,8 @@ def _series(axes: Any, series: dict[str, Any]) -> None:
             markerfacecolor="none",
             zorder=1,
         )
+    elif role == "points":
+        axes.plot(series["x"], series["y"], "x" if series.get("faint") else marker, color=shade, markersize=6)
     elif role == "curve":
         axes.plot(series["x"], series["y"], color=shade, linewidth=1.1, alpha=0.85)
     else:
@@ -203,4 +205,4 @@ def _legend(figure: Figure, series: list[dict[str, Any]]) -> None:
                 label="the paper",
             )
         )
-    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 3), frameon=False, fontsize=9.5)
+    figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 3), frameon=False, fontsize=9)

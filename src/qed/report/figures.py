@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from . import text
+from .comparisons import contrast_label, differences
 from .runs import Run
-from .values import CONTRASTS, Needle, curve
+from .values import Needle, curve
 
 MEAN_FROM_SEEDS = 3
 
@@ -74,7 +75,7 @@ def accuracy_figure(needle: Needle, task: str, paper: dict[str, Any] | None) -> 
                 }
             )
     series += _means(series)
-    trained = sorted({run.train_length for run in needle.runs if run.train_length is not None})
+    marks = _training_marks(needle)
     ticks = sorted({*lengths, *(paper["lengths"] if paper else [])})
     failed = [run.name for run in needle.runs if needle.learned(run) is False]
     caption = "Each line is one trained model; bars are 95 % Wilson intervals over examples. "
@@ -84,88 +85,120 @@ def accuracy_figure(needle: Needle, task: str, paper: dict[str, Any] | None) -> 
         caption += "Dashed: never learned the task at the training length. "
     if paper:
         caption += "Open diamonds: the paper's own numbers. "
-    if trained:
+    if marks:
         caption += "Right of the vertical line the model reads more tokens than it was trained on."
     return figure(
         f"{text.task_label(task)} accuracy against length",
         caption.strip(),
         series,
-        x={
-            "label": "tested length, tokens",
-            "scale": "log",
-            "ticks": ticks,
-            "tick_labels": [text.length_label(length) for length in ticks],
-        },
+        x=_length_axis(ticks),
         y={"label": "accuracy, %", "scale": "linear", "range": [-3, 103], "ticks": [0, 25, 50, 75, 100]},
-        marks=[{"x": length, "label": f"training length {text.length_label(length)}"} for length in trained],
+        marks=marks,
     )
 
 
-def difference_figure(needle: Needle, task: str, pooled: dict[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Differences of arms in points against length, one point a seed; ``pooled`` holds the tables over seeds by "
-    "contrast."""
+def difference_figure(
+    needle: Needle, task: str, arm: str, base: str, pooled: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """One contrast in points against length, one line a seed; ``pooled`` is its table over seeds."""
     lengths = needle.lengths(task)
     series: list[dict[str, Any]] = []
-    for arm, base in CONTRASTS:
-        second = {run.seed: run for run in needle.runs if run.arm == arm}
-        label = f"{text.arm_label(arm)} − {text.arm_label(base)}"
-        for run in needle.runs:
-            if run.arm != base or run.seed not in second:
-                continue
-            points = []
-            for length in lengths:
-                first, other = needle.paired(run, second[run.seed], task, length)
-                if len(first):
-                    points.append((length, 100 * float(np.mean(other) - np.mean(first))))
-            if points:
-                faint = needle.learned(run) is False or needle.learned(second[run.seed]) is False
-                series.append(
-                    {
-                        "label": f"{label}, seed {run.seed}",
-                        "group": label,
-                        "arm": base if arm == "qed" and base != "gdn2" else arm,
-                        "seed": run.seed,
-                        "role": "run",
-                        "faint": faint,
-                        "x": [length for length, _ in points],
-                        "y": [value for _, value in points],
-                    }
-                )
-        if f"{arm}-{base}" in pooled:
-            rows = pooled[f"{arm}-{base}"]["rows"]
-            series.append(
-                {
-                    "label": f"{label}, mean",
-                    "group": label,
-                    "arm": base if arm == "qed" and base != "gdn2" else arm,
-                    "seed": None,
-                    "role": "mean",
-                    "x": [row["length"] for row in rows],
-                    "y": [100 * row["difference"][0] for row in rows],
-                    "low": [100 * row["difference"][1] for row in rows],
-                    "high": [100 * row["difference"][2] for row in rows],
-                }
+    lines: dict[int, dict[str, Any]] = {}
+    for length in lengths:
+        for found in differences(needle, task, length, arm, base):
+            seed = found["seed"]
+            line = lines.setdefault(
+                seed, {"label": f"seed {seed}", "arm": arm, "seed": seed, "role": "run", "x": [], "y": []}
             )
+            line["faint"] = found["learned"] is False
+            line["x"].append(length)
+            line["y"].append(100 * found["difference"])
+    series = [{**line, "group": "one seed"} for line in lines.values()]
+    if pooled is not None:
+        rows = pooled["rows"]
+        series.append(
+            {
+                "label": f"mean of {rows[0]['num_seeds']} seeds",
+                "group": "mean over seeds",
+                "arm": arm,
+                "seed": None,
+                "role": "mean",
+                "x": [row["length"] for row in rows],
+                "y": [100 * row["difference"][0] for row in rows],
+                "low": [100 * row["difference"][1] for row in rows],
+                "high": [100 * row["difference"][2] for row in rows],
+            }
+        )
     if not series:
         return None
-    caption = "Each thin line is one seed: both models were tested on the same examples. "
-    if any(one["role"] == "mean" for one in series):
-        caption += "Heavy lines are means over seeds with the 95 % interval over seeds. "
+    caption = f"Above zero {text.arm_label(arm)} answers more of the same examples. Thin lines: one seed each. "
+    if pooled is not None:
+        caption += "Heavy line: mean over seeds, bars the 95 % interval over seeds. "
     if any(one.get("faint") for one in series):
         caption += "Dashed: one of the two models never learned the task. "
-    reach = max(max(map(abs, [*one["y"], *one.get("low", []), *one.get("high", [])])) for one in series)
-    reach = min(max(10.0, 1.1 * reach), 105.0)
     return figure(
-        f"{text.task_label(task)}: differences between arms",
-        caption + "Above zero the first-named arm answers more examples.",
+        f"{text.task_label(task)}: {contrast_label(arm, base)}",
+        caption.strip(),
+        series,
+        x=_length_axis(lengths),
+        y={"label": "difference, points", "scale": "linear", "range": _around_zero(series)},
+        marks=[{"y": 0, "label": ""}, *_training_marks(needle)],
+    )
+
+
+def contrasts_figure(contrasts: dict[str, Any], paper: dict[str, Any] | None) -> dict[str, Any]:
+    """The paper's Figure 2 redrawn: each contrast at one length, one point a seed; ``paper``: its points, if "
+    "comparable."""
+    names = list(dict.fromkeys((row["arm"], row["base"]) for row in contrasts["rows"]))
+    series: list[dict[str, Any]] = []
+    for position, (arm, base) in enumerate(names):
+        rows = [row for row in contrasts["rows"] if (row["arm"], row["base"]) == (arm, base)]
+        label = contrast_label(arm, base)
+        for index, row in enumerate(rows):
+            shift = 0.3 * ((index + 0.5) / len(rows) - 0.5)
+            series.append(
+                {
+                    "label": f"{label}, seed {row['seed']}",
+                    "group": "one seed",
+                    "arm": arm,
+                    "seed": row["seed"],
+                    "role": "points",
+                    "faint": row["learned"] is False,
+                    "x": [position + shift],
+                    "y": [100 * row["difference"]],
+                    "at": [label],
+                }
+            )
+        for value in (paper or {}).get(f"{arm.replace('-', '_')}-{base.replace('-', '_')}", []):
+            series.append(
+                {
+                    "label": f"{label}, paper",
+                    "arm": arm,
+                    "seed": None,
+                    "role": "paper",
+                    "x": [position + 0.25],
+                    "y": [value],
+                    "at": [label],
+                }
+            )
+    labels = [contrast_label(arm, base).replace(f" {text.MINUS} ", f"\n{text.MINUS} ") for arm, base in names]
+    caption = "Each point is one seed. Above zero the first-named arm answers more examples."
+    if any(one.get("faint") for one in series):
+        caption += " Crosses: one of the two models never learned the task."
+    if paper:
+        caption += " Open diamonds: the paper's two seeds."
+    return figure(
+        contrasts["title"],
+        caption,
         series,
         x={
-            "label": "tested length, tokens",
-            "scale": "log",
-            "ticks": lengths,
-            "tick_labels": [text.length_label(length) for length in lengths],
+            "label": "",
+            "scale": "linear",
+            "ticks": list(range(len(names))),
+            "tick_labels": labels,
+            "range": [-0.5, len(names) - 0.5],
         },
-        y={"label": "difference, percentage points", "scale": "linear", "range": [-reach, reach]},
+        y={"label": "difference, points", "scale": "linear", "range": _around_zero(series)},
         marks=[{"y": 0, "label": ""}],
     )
 
@@ -196,6 +229,22 @@ def curve_figure(
     return figure(
         title, caption, series, x={"label": f"training {axis}", "scale": "linear"}, y={"label": label, "scale": scale}
     )
+
+
+def _length_axis(lengths: list[int]) -> dict[str, Any]:
+    labels = [text.length_label(length) for length in lengths]
+    return {"label": "tested length, tokens", "scale": "log", "ticks": lengths, "tick_labels": labels}
+
+
+def _training_marks(needle: Needle) -> list[dict[str, Any]]:
+    lengths = sorted({run.train_length for run in needle.runs if run.train_length is not None})
+    return [{"x": length, "label": f"training length {text.length_label(length)}"} for length in lengths]
+
+
+def _around_zero(series: list[dict[str, Any]]) -> list[float]:
+    values = [abs(value) for one in series for key in ("y", "low", "high") for value in one.get(key, [])]
+    reach = min(max(10.0, 1.1 * max(values)), 105.0)
+    return [-reach, reach]
 
 
 def _means(series: list[dict[str, Any]]) -> list[dict[str, Any]]:

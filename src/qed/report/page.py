@@ -13,7 +13,7 @@ import jinja2
 
 from qed.records import write_json, write_text
 
-from . import draw, figures, paper, tables, text, values
+from . import comparisons, draw, figures, paper, tables, text, values
 from .runs import Run, load_runs
 from .statements import statements
 
@@ -59,23 +59,27 @@ def assemble(runs: list[Run], *, title: str, label: str = "") -> dict[str, Any]:
     pooled_first = None
     for task in needle.tasks:
         behind = paper.accuracies(reference) if comparable and text.task_label(task) == "S-NIAH-1" else None
-        pooled: dict[str, dict[str, Any]] = {}
-        paired: dict[str, dict[str, Any] | None] = {}
-        for arm, base in values.CONTRASTS:
-            key = f"{arm}-{base}"
-            over_seeds = values.pooled_table(needle, task, arm, base)
-            if over_seeds is not None:
-                pooled[key] = over_seeds
-            paired[key] = values.paired_table(needle, task, arm, base)
-        if task == needle.tasks[0]:
-            pooled_first = pooled.get("qed-gdn2")
         parts: list[tuple[str, str, dict[str, Any] | None]] = [
             ("figure", f"accuracy-{task}", figures.accuracy_figure(needle, task, behind)),
             ("table", f"accuracy-{task}", values.accuracy_table(needle, task)),
-            ("figure", f"difference-{task}", figures.difference_figure(needle, task, pooled)),
         ]
-        for key, value in paired.items():
-            parts += [("table", f"over-seeds-{task}-{key}", pooled.get(key)), ("table", f"paired-{task}-{key}", value)]
+        for arm, base in comparisons.CONTRASTS:
+            key = f"{task}-{arm}-{base}"
+            pooled = comparisons.pooled_table(needle, task, arm, base)
+            if (arm, base) == comparisons.CONTRASTS[0]:
+                parts.append(
+                    ("figure", f"difference-{key}", figures.difference_figure(needle, task, arm, base, pooled))
+                )
+                if task == needle.tasks[0]:
+                    pooled_first = pooled
+            parts.append(("table", f"over-seeds-{key}", pooled))
+            parts.append(("table", f"paired-{key}", comparisons.paired_table(needle, task, arm, base)))
+        length = needle.extrapolation_length(task)
+        contrasts = comparisons.contrasts_table(needle, task, length) if length else None
+        if contrasts is not None:
+            points = reference["contrasts_at_8192_points"] if behind and length == 8192 else None
+            parts.append(("figure", f"contrasts-{task}", figures.contrasts_figure(contrasts, points)))
+            parts.append(("table", f"contrasts-{task}", contrasts))
         parts.append(("table", f"usable-context-{task}", values.usable_context_table(needle, task)))
         section(task, f"{text.task_label(task)}: finding a needle", "", parts)
     section(

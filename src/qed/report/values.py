@@ -15,13 +15,6 @@ from .tables import table
 
 LEARNED = 0.95
 THRESHOLDS = (0.5, 0.8)
-CONTRASTS = (
-    ("qed", "gdn2"),
-    ("qed", "qed-rand"),
-    ("qed", "qed-nogate"),
-    ("qed", "qed-noproj"),
-    ("qed-nogate", "qed-nogate-noproj"),
-)
 CURVE_POINTS = 200
 
 
@@ -66,6 +59,12 @@ class Needle:
         found = self.at_training_length(run)
         return None if found is None else found[1][0] >= LEARNED
 
+    def extrapolation_length(self, task: str) -> int | None:
+        """The tested length nearest to four times the training length (the paper's 8K to 2K), beyond the latter."""
+        trained = max((run.train_length or 0 for run in self.runs), default=0)
+        beyond = [length for length in self.lengths(task) if length > trained]
+        return min(beyond, key=lambda length: abs(np.log2(length / (4 * trained)))) if trained and beyond else None
+
     def paired(self, first: Run, second: Run, task: str, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Outcomes of both runs on the examples that both have, in one order."""
         one = self.by_run[first.name].get(task, {}).get(length, {})
@@ -95,104 +94,6 @@ def accuracy_table(needle: Needle, task: str) -> dict[str, Any]:
         rows,
         caption=f"Percent of examples answered, with the 95 % Wilson interval; {_either(counts)} examples a length, "
         f"the same ones for every run. Learned: at least {100 * LEARNED:g} % at the training length.",
-    )
-
-
-def paired_table(needle: Needle, task: str, arm: str, base: str) -> dict[str, Any] | None:
-    """Exact McNemar tests of two arms of one seed on the same examples, Holm-corrected over the table."""
-    rows: list[dict[str, Any]] = []
-    for first, second in _pairs(needle.runs, base, arm):
-        for length in needle.lengths(task):
-            wrong_right, right_wrong = needle.paired(first, second, task, length)
-            if not len(wrong_right):
-                continue
-            test = statistics.mcnemar(wrong_right, right_wrong)
-            both = int((wrong_right & right_wrong).sum())
-            rows.append(
-                {
-                    "length": length,
-                    "seed": first.seed,
-                    "num_pairs": len(wrong_right),
-                    "both": both,
-                    "only_arm": test.n01,
-                    "only_base": test.n10,
-                    "neither": len(wrong_right) - both - test.n01 - test.n10,
-                    "difference": (test.n01 - test.n10) / len(wrong_right),
-                    "p": test.p,
-                    "learned": _both(needle.learned(first), needle.learned(second)),
-                }
-            )
-    if not rows:
-        return None
-    rows.sort(key=lambda row: (row["length"], row["seed"]))
-    for row, corrected in zip(rows, statistics.holm([row["p"] for row in rows]), strict=True):
-        row["p_holm"] = corrected
-    one, two = text.arm_label(arm), text.arm_label(base)
-    return table(
-        f"{text.task_label(task)}: {one} against {two}, example by example",
-        [
-            ("length", "length", "integer"),
-            ("seed", "seed", "integer"),
-            ("num_pairs", "pairs", "integer"),
-            ("both", "both right", "integer"),
-            ("only_arm", f"only {one}", "integer"),
-            ("only_base", f"only {two}", "integer"),
-            ("neither", "neither", "integer"),
-            ("difference", "difference, points", "points"),
-            ("p", "exact p", "p"),
-            ("p_holm", "p, Holm", "p"),
-            ("learned", "both learned", "yes"),
-        ],
-        rows,
-        caption="Exact two-sided McNemar test of the examples that only one of the two answers. Holm's correction is "
-        "over "
-        f"the {len(rows)} tests of this table. A test compares two trained models; it says nothing about other seeds.",
-    )
-
-
-def pooled_table(needle: Needle, task: str, arm: str, base: str) -> dict[str, Any] | None:
-    """The difference of two arms over seeds, seed as a random effect; needs two seeds that both arms have."""
-    pairs = _pairs(needle.runs, base, arm)
-    rows: list[dict[str, Any]] = []
-    for length in needle.lengths(task):
-        both = [needle.paired(first, second, task, length) for first, second in pairs]
-        both = [pair for pair in both if len(pair[0])]
-        if len(both) < 2:
-            continue
-        pooled = statistics.pool_over_seeds(both)
-        means = [float(np.mean(second) - np.mean(first)) for first, second in both]
-        rows.append(
-            {
-                "length": length,
-                "num_seeds": pooled.num_seeds,
-                "ahead": sum(mean > 0 for mean in means),
-                "behind": sum(mean < 0 for mean in means),
-                "difference": [pooled.estimate, pooled.low, pooled.high],
-                "p": pooled.p,
-                "spread": pooled.between_seed_sd,
-            }
-        )
-    if not rows:
-        return None
-    for row, corrected in zip(rows, statistics.holm([row["p"] for row in rows]), strict=True):
-        row["p_holm"] = corrected
-    one, two = text.arm_label(arm), text.arm_label(base)
-    return table(
-        f"{text.task_label(task)}: {one} minus {two}, over seeds",
-        [
-            ("length", "length", "integer"),
-            ("num_seeds", "seeds", "integer"),
-            ("ahead", f"{one} ahead", "integer"),
-            ("behind", f"{two} ahead", "integer"),
-            ("difference", "mean difference, points", "difference"),
-            ("p", "p", "p"),
-            ("p_holm", "p, Holm", "p"),
-            ("spread", "spread between seeds, points", "percent"),
-        ],
-        rows,
-        caption="Mean over seeds of the paired difference with its 95 % interval, seed as a random effect (Student's "
-        "t); "
-        "Holm's correction is over the lengths. All seeds count, those that never learned the task too.",
     )
 
 
@@ -277,15 +178,6 @@ def curve(run: Run, key: str) -> dict[str, list[float]] | None:
     axis = "tokens" if all(isinstance(row.get("tokens"), int | float) for row in rows) else "step"
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), CURVE_POINTS)).round().astype(int))
     return {"axis": axis, "x": [rows[i].get(axis, i) for i in chosen], "y": [rows[i][key] for i in chosen]}  # type: ignore[dict-item]
-
-
-def _pairs(runs: list[Run], first_arm: str, second_arm: str) -> list[tuple[Run, Run]]:
-    second = {run.seed: run for run in runs if run.arm == second_arm}
-    return [(run, second[run.seed]) for run in runs if run.arm == first_arm and run.seed in second]
-
-
-def _both(first: bool | None, second: bool | None) -> bool | None:
-    return None if first is None or second is None else first and second
 
 
 def _either(counts: list[int]) -> str:

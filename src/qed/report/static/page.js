@@ -22,17 +22,18 @@
 
   function trace(series, spec) {
     const colour = shade(series.arm), role = series.role;
-    const mean = role === "mean", curve = role === "curve", paper = role === "paper";
+    const mean = role === "mean", curve = role === "curve", paper = role === "paper", points = role === "points";
     const hover = series.x.map((x, i) => {
+      const where = series.at ? series.at[i] : number(x);
       const interval = series.low && series.low[i] !== null ? ` [${number(series.low[i])}, ${number(series.high[i])}]` : "";
-      return `${series.label}<br>${typeof x === "number" ? number(x) : x}: ${number(series.y[i])}${interval}`;
+      return `${series.label}<br>${where}: ${number(series.y[i])}${interval}`;
     });
     const drawn = {
       type: "scatter", x: dodged(series, spec), y: series.y, name: series.label, text: hover, hoverinfo: "text",
-      mode: curve ? "lines" : spec.x.scale === "category" ? "markers" : "lines+markers", showlegend: false,
+      mode: curve ? "lines" : points || series.at ? "markers" : "lines+markers", showlegend: false,
       opacity: mean || paper ? 1 : 0.85,
       line: {color: colour, width: mean ? 3.2 : paper ? 1 : 1.4, dash: paper ? "dot" : series.faint ? "dash" : "solid"},
-      marker: {color: colour, size: mean ? 9 : 6, symbol: paper ? "diamond-open" : symbols[series.arm] || "x"},
+      marker: {color: colour, size: mean || points ? 9 : 6, symbol: paper ? "diamond-open" : points && series.faint ? "x-thin-open" : symbols[series.arm] || "x"},
     };
     if (series.low) {
       drawn.error_y = {type: "data", symmetric: false, color: colour, thickness: mean ? 1.8 : 1, width: 0,
@@ -47,11 +48,11 @@
       tickcolor: variable("--muted"), automargin: true, fixedrange: false};
     const lengths = name === "x" && side.scale === "log";
     const scale = lengths ? lengthScale : side.scale;
-    made.type = scale === "log" ? "log" : scale === "category" ? "category" : "linear";
+    made.type = scale === "log" ? "log" : "linear";
     if (side.ticks) {
       made.tickmode = "array";
       made.tickvals = side.ticks;
-      made.ticktext = side.tick_labels || side.ticks.map(String);
+      made.ticktext = (side.tick_labels || side.ticks.map(String)).map((label) => label.replace("\n", "<br>"));
       if (lengths && scale === "linear") {
         const last = side.ticks[side.ticks.length - 1];
         const kept = side.ticks.filter((tick) => tick >= last / (narrow ? 4 : 8));
