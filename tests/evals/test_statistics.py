@@ -158,3 +158,12 @@ def test_usable_context_bootstrap_covers():
         result = statistics.usable_context(sample, threshold=0.5, seed=trial, num_resamples=500)
         covered += result.low <= 512 * 2 ** (1 / 3) <= result.high
     assert covered / 200 >= 0.9
+
+
+def test_mean_interval_is_students():
+    values = [0.1, 0.4, 0.35, 0.2]
+    found = statistics.mean_interval(values)
+    wanted = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    np.testing.assert_allclose(found, [np.mean(values), wanted.low, wanted.high])
+    with pytest.raises(ValueError, match="two values or more"):
+        statistics.mean_interval([0.1])
