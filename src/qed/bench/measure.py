@@ -1,0 +1,112 @@
+"""Clocks: medians with quantiles, peak memory, and the two ceilings a roofline share refers to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+# Written between two timed calls, so that no call finds its inputs in the cache: several times any L2.
+FLUSH_BYTES = 256 * 2**20
+MAX_REPEATS = 100
+MIN_REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one call over ``count`` repeats."""
+
+    median_ms: float
+    p20_ms: float
+    p80_ms: float
+    count: int
+
+
+def summarize(times_ms: Sequence[float]) -> Timing:
+    """Median with the 20 % and 80 % quantiles."""
+    fifths = statistics.quantiles(times_ms, n=5, method="inclusive")
+    return Timing(statistics.median(times_ms), fifths[0], fifths[-1], len(times_ms))
+
+
+def time_call(call: Callable[[], Any], device: str, *, budget_ms: float = 300.0) -> Timing:
+    """Time ``call`` from a cold cache: as many repeats as the budget holds, between 10 and 100 after three warm-ups.
+
+    On CUDA the clock is the device's (events around the call), so host time shows only where the device waits for it.
+    """
+    for _ in range(3):
+        call()
+    if not device.startswith("cuda"):
+        start = time.perf_counter()
+        call()
+        repeats = _repeats(1e3 * (time.perf_counter() - start), budget_ms)
+        times = []
+        for _ in range(repeats):
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+        return summarize(times)
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    (probe,) = _events(call, flush, 1)
+    return summarize(_events(call, flush, _repeats(probe, budget_ms)))
+
+
+def time_graph(calls: Sequence[Callable[[], Any]], device: str, *, budget_ms: float = 100.0) -> Timing:
+    """Time one of ``calls`` inside a CUDA graph that replays all of them; they should touch different memory."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    (probe,) = _events(graph.replay, None, 1)
+    times = _events(graph.replay, None, _repeats(probe, budget_ms))
+    return summarize([t / len(calls) for t in times])
+
+
+def peak_extra_bytes(call: Callable[[], Any], device: str) -> int | None:
+    """Highest allocation during ``call`` above what was held before it; ``None`` where nothing counts it."""
+    if not device.startswith("cuda"):
+        return None
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def ceilings(device: str) -> dict[str, float]:
+    """Copy bandwidth (bytes read plus written a second) and bf16 matrix rate (operations a second), measured here."""
+    cuda = device.startswith("cuda")
+    dtype = torch.bfloat16 if cuda else torch.float32
+    source = torch.empty(2**31 if cuda else 2**26, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    copy = time_call(lambda: target.copy_(source), device)
+    size = 8192 if cuda else 1024
+    x, y = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
+    product = time_call(lambda: x @ y, device)
+    return {
+        "copy_bytes_per_s": 2 * (2**31 if cuda else 2**26) / copy.median_ms * 1e3,
+        "matmul_flop_per_s": 2 * size**3 / product.median_ms * 1e3,
+    }
+
+
+def _repeats(estimate_ms: float, budget_ms: float) -> int:
+    return max(MIN_REPEATS, min(MAX_REPEATS, int(budget_ms / max(estimate_ms, 1e-3))))
+
+
+def _events(call: Callable[[], Any], flush: torch.Tensor | None, repeats: int) -> list[float]:
+    pairs = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
+    for start, end in pairs:
+        if flush is not None:
+            flush.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairs]

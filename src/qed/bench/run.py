@@ -1,0 +1,194 @@
+"""``qed bench``: runs the workers, keeps their rows with provenance, prints the table and draws it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from qed.bench import draw
+from qed.bench.measure import ceilings
+from qed.bench.peers import PEERS
+from qed.bench.work import Shape
+from qed.config import nearest
+from qed.records import provenance, read_json, read_rows, write_json
+
+TOKENS = 32_768
+SHAPES = {
+    "cuda": [Shape(16, 2048), Shape(1, TOKENS), Shape(1, 1), Shape(64, 1), Shape(256, 1)],
+    "cpu": [Shape(2, 2048, 4, 64, 64)],
+}
+# One amount of tokens at several lengths, for the figures.
+LENGTHS = [Shape(TOKENS // length, length) for length in (512, 1024, 4096, 8192, 16_384)]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that :func:`bench` reads."""
+    parser.add_argument("action", nargs="?", default="run", choices=["run", "show", "tune"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peers", nargs="+", metavar="NAME", help=f"some of: {'; '.join(PEERS)}")
+    parser.add_argument("--quick", action="store_true", help="leave out the lengths that only the figures need")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds one peer's process may take")
+    parser.add_argument(
+        "--warm",
+        action="store_true",
+        help="first let every peer compile at once, in parallel: peers that tune take minutes",
+    )
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of results and figures")
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Run, show or tune; 0, or 1 where a peer of ours has no time."""
+    if args.action == "tune":
+        from qed.bench.tune import tune
+
+        return tune(args)
+    path = args.out / f"{_slug(args.device)}.json"
+    if args.action == "run":
+        _run(args, path)
+    elif not path.exists():
+        raise ValueError(f"no results at {path}; make them with `qed bench run --device {args.device}`")
+    result = read_json(path)
+    print(table(result))
+    for figure in draw.draw(result, args.out / _slug(args.device)):
+        print(figure)
+    return int(any(row["library"] == "qed" and row["status"] != "ok" for row in result["rows"]))
+
+
+def _run(args: argparse.Namespace, path: Path) -> None:
+    kind = args.device.split(":")[0]
+    if kind not in SHAPES:
+        raise ValueError(nearest("device", kind, SHAPES))
+    for name in args.peers or ():
+        if name not in PEERS:
+            raise ValueError(nearest("peer", name, PEERS))
+    names = [name for name, peer in PEERS.items() if kind in peer.devices and name in (args.peers or PEERS)]
+    shapes = SHAPES[kind] + ([] if args.quick or kind == "cpu" else LENGTHS)
+    result: dict[str, Any] = {"provenance": provenance(device=args.device), "ceilings": ceilings(args.device)}
+    result |= {"peer_versions": _peer_versions(), "rows": []}
+    torch.cuda.empty_cache()
+    # ours share a process, each other peer has its own: its failure and its time are its own
+    ours = [name for name in names if PEERS[name].library == "qed"]
+    groups = [group for group in (ours, *([name] for name in names if name not in ours)) if group]
+    if args.warm:
+        _workers([[g] for g in groups], shapes, args, result, warm_only=True)
+    for group in tqdm(groups, desc="peers", unit="peer"):
+        result["rows"] += _workers([[group]], shapes, args, result, warm_only=False)
+        write_json(path, result)
+
+
+def _workers(
+    lanes: list[list[list[str]]],
+    shapes: list[Shape],
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    *,
+    warm_only: bool,
+) -> list[dict[str, Any]]:
+    """Run one process a lane, all at once; return their rows, with a status row for each that was cut."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for i, lane in enumerate(lanes):
+            peers = [name for group in lane for name in group]
+            out = Path(folder) / f"{i}.jsonl"
+            out.touch()
+            task = {
+                "peers": peers, "shapes": [asdict(s) for s in shapes], "device": args.device, "out": str(out),
+                "ceilings": result["ceilings"], "warm_only": warm_only,
+            }  # fmt: skip
+            command = [sys.executable, "-m", "qed.bench.worker", json.dumps(task)]
+            started.append((peers, out, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+        rows: list[dict[str, Any]] = []
+        try:
+            for peers, out, process in started:
+                status, detail = _wait(process, args.timeout)
+                rows += read_rows(out)
+                if status:
+                    row = {"peer": ", ".join(peers), "library": PEERS[peers[0]].library, "work": "process"}
+                    rows.append({**row, "status": status, "traceback": detail})
+        finally:
+            for *_, process in started:
+                if process.poll() is None:
+                    process.kill()
+        return rows
+
+
+def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        _, errors = process.communicate()
+        return f"timed out after {seconds:.0f} s", errors[-2000:]
+    return ("", "") if process.returncode == 0 else ("failed", errors[-2000:])
+
+
+def table(result: dict[str, Any]) -> str:
+    """Rows by work and shape; ``x fla`` is the time of fla's chunk_gdn2 (or its decode step) over the row's."""
+    lines = []
+    top = result["ceilings"]
+    lines.append(
+        f"{result['provenance']['device']}: copy {top['copy_bytes_per_s'] / 1e9:.0f} GB/s, "
+        f"matrix products {top['matmul_flop_per_s'] / 1e12:.3g} TFLOP/s; medians with 20 and 80 % quantiles"
+    )
+    heads = f"{'peer':34} {'ms':>9} {'20 %':>9} {'80 %':>9} {'x fla':>6} {'roofline':>8} {'peak GiB':>8}  status"
+    shapes = sorted({_key(row) for row in result["rows"] if "batch" in row})
+    for key in shapes:
+        rows = [row for row in result["rows"] if "batch" in row and _key(row) == key]
+        work, length, batch, heads_, K, V = key
+        lines += ["", f"{work}, B{batch} T{length} H{heads_} K{K} V{V}", heads]
+        fla = next((r["median_ms"] for r in rows if r["peer"] == "fla chunk_gdn2" and r["status"] == "ok"), None)
+        for row in rows:
+            lines.append(_line(row, fla))
+        overhead = overhead_of(rows)
+        if overhead is not None:
+            lines.append(f"QED over GDN-2 in our kernels: {100 * overhead:+.1f} %")
+    for row in result["rows"]:
+        if "batch" not in row:
+            lines.append(f"{row['peer']}: {row['status']}")
+    return "\n".join(lines)
+
+
+def overhead_of(rows: list[dict[str, Any]]) -> float | None:
+    """Extra time of ``qed`` over ``gdn2`` among rows of one work and shape, as a share."""
+    times = {row["peer"]: row["median_ms"] for row in rows if row["status"] == "ok"}
+    return times["qed"] / times["gdn2"] - 1 if "qed" in times and "gdn2" in times else None
+
+
+def _line(row: dict[str, Any], fla: float | None) -> str:
+    if row["status"] != "ok":
+        return f"{row['peer']:34} {'':>9} {'':>9} {'':>9} {'':>6} {'':>8} {'':>8}  {row['status']}"
+    ratio = f"{fla / row['median_ms']:.2f}" if fla else ""
+    peak = f"{row['peak_extra_bytes'] / 2**30:.2f}" if row.get("peak_extra_bytes") else ""
+    times = " ".join(f"{row[name]:9.4f}" for name in ("median_ms", "p20_ms", "p80_ms"))
+    return f"{row['peer']:34} {times} {ratio:>6} {100 * row['roofline_share']:7.0f}% {peak:>8}  ok; {row['note']}"
+
+
+def _key(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["work"], row["length"], row["batch"], row["heads"], row["K"], row["V"]
+
+
+def _peer_versions() -> dict[str, str | None]:
+    from importlib import metadata
+
+    versions: dict[str, str | None] = {}
+    for name in ("fla-core",):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def _slug(device: str) -> str:
+    name = torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu"
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
