@@ -144,6 +144,15 @@ def pool_over_seeds(pairs: Sequence[tuple[ArrayLike, ArrayLike]], *, confidence:
     return Pooled(estimate, estimate - half, estimate + half, p, count, between, within_se, method)
 
 
+def mean_interval(values: ArrayLike, *, confidence: float = 0.95) -> Difference:
+    """Mean of two or more values, one a seed, with Student's interval."""
+    array = _vector(values)
+    if array.size < 2:
+        raise ValueError(f"an interval needs two values or more; got {array.size}")
+    middle, half = float(array.mean()), float(stats.t.ppf(_tails(confidence)[1], array.size - 1) * stats.sem(array))
+    return Difference(middle, middle - half, middle + half)
+
+
 def usable_context(
     outcomes: Mapping[int, ArrayLike],
     *,

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from qed import statistics
 from qed.records import write_json, write_rows
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
@@ -63,9 +64,31 @@ def write_run(
         ]
     write_rows(folder / "niah.jsonl", rows)
     write_json(folder / "niah.json", {"num_examples": len(rows), "provenance": provenance})
+    if arm != "gdn2":
+        record["lambda"] = [[0.09, 0.1], [0.11, 0.12 + 0.01 * seed]]
+        write_json(folder / "train.json", record)
+        write_json(folder / "strength.json", strength_record(generator, num_examples))
     for name, value in parts.items():
         write_json(folder / f"{name}.json", value)
     return folder
+
+
+def strength_record(generator, num_examples):
+    """A sweep in the form of ``qed.evals.strength``, accuracies drawn around 30 to 50 %."""
+    scores, comparisons = [], []
+    base = generator.random(num_examples) < 0.4
+    for strength in (-1.0, 0.0, 0.5, 1.0, 1.5, 2.0):
+        right = base if strength == 1.0 else generator.random(num_examples) < 0.35 + 0.05 * strength
+        place = {"task": "niah_single_1", "length": 2048, "strength": strength}
+        share = float(right.mean())
+        score = {"num_examples": num_examples, "num_correct": int(right.sum()), "accuracy": share}
+        scores.append(place | score | {"wilson": list(statistics.wilson(int(right.sum()), num_examples))})
+        if strength != 1.0:
+            test = statistics.mcnemar(base, right)
+            comparisons.append(place | {"difference": share - float(base.mean())} | test._asdict() | {"family_size": 5})
+    for one, p in zip(comparisons, statistics.holm([one["p"] for one in comparisons]), strict=True):
+        one["p_holm"] = p
+    return {"kind": "strength", "scores": scores, "comparisons": comparisons}
 
 
 @pytest.fixture

@@ -149,7 +149,7 @@ def pooled_table(needle: Needle, task: str, arm: str, base: str) -> dict[str, An
     if any(row["num_learned"] < row["num_seeds"] for row in rows):
         columns += [
             ("num_learned", "seeds where both learned", "integer"),
-            ("difference_learned", "mean difference there, points", "difference"),
+            ("difference_learned", "mean difference, both learned, points", "difference"),
         ]
         caption += (
             " All seeds count in the first columns, those that never learned the task too; the last two columns leave "

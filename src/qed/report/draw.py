@@ -79,6 +79,7 @@ def draw(spec: dict[str, Any], name: str) -> tuple[str, bytes]:
         _legend(figure, spec["series"])
         svg, png = io.StringIO(), io.BytesIO()
         figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        figure.set_layout_engine("none")
         figure.savefig(png, format="png", dpi=160)
     return svg.getvalue(), png.getvalue()
 
@@ -167,6 +168,8 @@ def _marks(axes: Any, marks: list[dict[str, Any]]) -> None:
     for mark in marks:
         if "x" in mark:
             axes.axvline(mark["x"], color=PAGE_COLOURS["muted"][0], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+            if not mark["label"]:
+                continue
             axes.annotate(
                 mark["label"],
                 (mark["x"], 0),
@@ -183,26 +186,28 @@ def _marks(axes: Any, marks: list[dict[str, Any]]) -> None:
 
 
 def _legend(figure: Figure, series: list[dict[str, Any]]) -> None:
-    shown: dict[str, tuple[str, str]] = {}
+    shown: dict[str, dict[str, Any]] = {}
     for one in series:
         if one["role"] != "paper":
-            shown.setdefault(
-                one.get("group", text.arm_label(one["arm"])), (colour(one["arm"]), MARKERS.get(one["arm"], "X"))
-            )
-    handles = [
-        Line2D([], [], color=shade, marker=marker, markersize=5, linewidth=1.6, label=label)
-        for label, (shade, marker) in shown.items()
-    ]
-    if any(one["role"] == "paper" for one in series):
+            shown.setdefault(one.get("group", one["arm_label"]), one)
+    handles = []
+    for label, one in shown.items():
+        role = one["role"]
         handles.append(
             Line2D(
                 [],
                 [],
-                color=PAGE_COLOURS["muted"][0],
-                marker="D",
-                markerfacecolor="none",
-                linestyle=":",
-                label="the paper",
+                color=colour(one["arm"]),
+                marker="" if role == "curve" else MARKERS.get(one["arm"], "X"),
+                markersize=6 if role == "mean" else 4.5,
+                linestyle="" if role == "points" else "-",
+                linewidth=2.6 if role == "mean" else 1.4,
+                label=label,
             )
+        )
+    if any(one["role"] == "paper" for one in series):
+        muted = PAGE_COLOURS["muted"][0]
+        handles.append(
+            Line2D([], [], color=muted, marker="D", markerfacecolor="none", linestyle=":", label="the paper")
         )
     figure.legend(handles=handles, loc="outside upper left", ncols=min(len(handles), 3), frameon=False, fontsize=9)

@@ -62,7 +62,8 @@ def edit(
     """Run one token through both recurrences; ``state`` is the state after decay, ``value`` is ``w * v``.
 
     Raises:
-        ValueError: a vector that is not two numbers, a zero key or query, a gate outside [0, 1], a number that is not finite.
+        ValueError: a vector that is not two numbers, a zero key or query, a gate outside [0, 1], a number that is not
+            finite.
     """
     k_, q_ = _unit("k", k), _unit("q", q)
     b_, s = _vector("b", b), _vector("state", state)

@@ -136,13 +136,15 @@ def difference_figure(
         caption += "Heavy line: mean over seeds, bars the 95 % interval over seeds. "
     if any(one.get("faint") for one in series):
         caption += "Dashed: one of the two models never learned the task. "
+    if _training_marks(needle):
+        caption += "Dotted: the training length. "
     return figure(
         f"{text.task_label(task)}: {contrast_label(arm, base)}",
         caption.strip(),
         series,
         x=_length_axis(lengths),
         y={"label": "difference, points", "scale": "linear", "range": _around_zero(series)},
-        marks=[{"y": 0, "label": ""}, *_training_marks(needle)],
+        marks=[{"y": 0, "label": ""}, *(mark | {"label": ""} for mark in _training_marks(needle))],
     )
 
 

@@ -18,8 +18,9 @@ PARTS = {
     "niah.jsonl": "the needle outcomes",
 }
 EXTRA_PARTS = {
-    "strength.jsonl": "the strength sweep",
+    "strength.json": "the strength sweep",
     "recall.json": "the recall tasks",
+    "recall.jsonl": "the recall outcomes",
     "loss.json": "the validation loss",
     "probe.json": "the diagnostics",
 }
@@ -37,8 +38,9 @@ class Run:
     log: list[dict[str, Any]] = field(default_factory=list)
     niah: dict[str, Any] | None = None
     outcomes: list[dict[str, Any]] = field(default_factory=list)
-    strength: list[dict[str, Any]] = field(default_factory=list)
+    strength: dict[str, Any] | None = None
     recall: dict[str, Any] | None = None
+    recall_rows: list[dict[str, Any]] = field(default_factory=list)
     loss: dict[str, Any] | None = None
     probe: dict[str, Any] | None = None
     gaps: tuple[str, ...] = ()
@@ -124,6 +126,9 @@ def load_run(folder: Path) -> Run:
     if arm is None or seed is None:
         raise ValueError(f"{folder} does not say its arm and seed: wanted them in config.json or a name like qed-seed0")
     train, niah = part("train.json"), part("niah.json")
+    for name, what in EXTRA_PARTS.items():
+        if name.endswith(".json") and (folder / f"{name}l").exists() and not (folder / name).exists():
+            gaps.append(f"{what} is not finished: {name}l without {name}")
     failure = folder / "failure.json"
     if failure.exists():
         gaps.append(f"the run failed: {read_json(failure).get('error', 'no reason recorded')}")
@@ -136,8 +141,9 @@ def load_run(folder: Path) -> Run:
         log=part("train.jsonl") or [],
         niah=niah,
         outcomes=part("niah.jsonl") or [],
-        strength=part("strength.jsonl", wanted=False) or [],
+        strength=part("strength.json", wanted=False),
         recall=part("recall.json", wanted=False),
+        recall_rows=part("recall.jsonl", wanted=False) or [],
         loss=part("loss.json", wanted=False),
         probe=part("probe.json", wanted=False),
         gaps=tuple(gaps),

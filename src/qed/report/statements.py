@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from . import text
+from .comparisons import CONTRASTS, pooled_table
 from .values import LEARNED, Needle
 
 
-def statements(needle: Needle, task: str | None, pooled: dict[str, Any] | None) -> list[dict[str, str]]:
+def statements(needle: Needle) -> list[dict[str, str]]:
     """Sentences with a ``tone``: "plain", "caution" (read before anything else) or "finding"."""
     runs = needle.runs
+    task = needle.tasks[0] if needle.tasks else None
     arms = list(dict.fromkeys(run.arm for run in runs))
     said = [_plain(_what_was_run(needle, task, arms))]
     said += _learning(needle)
@@ -26,7 +28,7 @@ def statements(needle: Needle, task: str | None, pooled: dict[str, Any] | None) 
                 "varies widely, so a difference between two models says little about the two arms."
             )
         )
-    elif pooled is not None:
+    elif (pooled := pooled_table(needle, task, *CONTRASTS[0])) is not None:
         said.append(_differences(needle, pooled))
     return said
 

@@ -37,7 +37,12 @@ def task_label(task: str) -> str:
 
 def length_label(length: int) -> str:
     """``4096`` as ``4K``; lengths that are no multiple of 1024 stay as they are."""
-    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else f"{length:,}".replace(",", "\u202f")
+    return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else integer(length)
+
+
+def integer(value: float) -> str:
+    """A whole number, thousands apart by a thin space."""
+    return f"{round(value):,}".replace(",", "\u202f")
 
 
 def percent(value: float) -> str:
@@ -100,6 +105,6 @@ def cell(value: Any, kind: str) -> str:
         "duration": duration,
         "number": number,
         "loss": lambda loss: f"{loss:.4f}",
-        "integer": lambda whole: f"{whole:,}".replace(",", "\u202f"),
+        "integer": integer,
     }
     return formats[kind](value) if kind in formats else str(value)

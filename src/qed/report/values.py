@@ -65,6 +65,15 @@ class Needle:
         beyond = [length for length in self.lengths(task) if length > trained]
         return min(beyond, key=lambda length: abs(np.log2(length / (4 * trained)))) if trained and beyond else None
 
+    def crossing(self, run: Run, task: str, threshold: float) -> float | None:
+        """Length at which accuracy first falls to ``threshold``; ``None`` where that lies outside the tested "
+        "lengths."""
+        scored = self.by_run[run.name].get(task)
+        if not scored:
+            return None
+        outcomes = {length: list(values.values()) for length, values in scored.items()}
+        return statistics.usable_context(outcomes, threshold=threshold, seed=0, num_resamples=1).length
+
     def paired(self, first: Run, second: Run, task: str, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Outcomes of both runs on the examples that both have, in one order."""
         one = self.by_run[first.name].get(task, {}).get(length, {})
@@ -98,6 +107,14 @@ def accuracy_table(needle: Needle, task: str) -> dict[str, Any]:
 
 
 def usable_context_table(needle: Needle, task: str) -> dict[str, Any] | None:
+    lengths = needle.lengths(task)
+    shortest, longest = text.integer(lengths[0]), text.integer(lengths[-1])
+
+    def bound(length: float | None, status: str) -> str:
+        if length is not None:
+            return text.integer(length)
+        return f"< {shortest}" if status == statistics.BELOW else f"> {longest}"
+
     rows: list[dict[str, Any]] = []
     for run in needle.runs:
         scored = needle.by_run[run.name].get(task)
@@ -108,25 +125,24 @@ def usable_context_table(needle: Needle, task: str) -> dict[str, Any] | None:
             found = statistics.usable_context(
                 {length: list(values.values()) for length, values in scored.items()}, threshold=threshold, seed=0
             )
-            row[f"at_{threshold:g}"] = _crossing(found.length, found.status)
-            row[f"interval_{threshold:g}"] = (
-                f"{_crossing(found.low, found.low_status)} to {_crossing(found.high, found.high_status)}"
-            )
+            low, high = bound(found.low, found.low_status), bound(found.high, found.high_status)
+            row[f"at_{threshold:g}"] = bound(found.length, found.status)
+            row[f"interval_{threshold:g}"] = low if low == high else f"{low} to {high}"
         rows.append(row)
     if not rows:
         return None
     columns: list[tuple[str, str, str]] = [("arm", "arm", "text"), ("seed", "seed", "integer")]
     for threshold in THRESHOLDS:
-        columns.append((f"at_{threshold:g}", f"falls to {100 * threshold:g} % at, tokens", "text"))
-        columns.append((f"interval_{threshold:g}", "95 % interval", "text"))
-    lengths = needle.lengths(task)
+        columns.append((f"at_{threshold:g}", f"falls to {100 * threshold:g} % at, tokens", "given"))
+        columns.append((f"interval_{threshold:g}", "95 % interval", "given"))
     return table(
         f"{text.task_label(task)}: usable context",
         columns,
         rows,
         caption="Length at which accuracy first falls to the threshold, linear in the logarithm of length between "
         "tested "
-        f"lengths ({lengths[0]:,} to {lengths[-1]:,} tokens); bootstrap interval over examples.",
+        f"lengths; bootstrap interval over examples. < {shortest}: below the threshold at the shortest tested length "
+        f"already; > {longest}: still above it at the longest.",
     )
 
 
@@ -182,10 +198,6 @@ def curve(run: Run, key: str) -> dict[str, list[float]] | None:
 
 def _either(counts: list[int]) -> str:
     return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}" if counts else "no"
-
-
-def _crossing(length: float | None, status: str) -> str:
-    return f"{round(length):,}" if length is not None else status
 
 
 def _short(commit: str | None) -> str | None:

@@ -43,7 +43,7 @@
   }
 
   function axis(side, name, narrow) {
-    const made = {title: {text: side.label, font: {size: 13}}, gridcolor: variable("--rule"), zeroline: false,
+    const made = {title: {text: side.label, font: {size: 13}, standoff: 10}, gridcolor: variable("--rule"), zeroline: false,
       showgrid: name === "y", linecolor: variable("--muted"), showline: true, ticks: "outside", ticklen: 4,
       tickcolor: variable("--muted"), automargin: true, fixedrange: false};
     const lengths = name === "x" && side.scale === "log";
@@ -72,13 +72,16 @@
     const traces = shown.map((one) => trace(one, spec));
     const groups = new Map();
     for (const one of spec.series) {
-      if (one.role === "paper") continue;
-      const name = one.group || one.arm_label;
-      if (!groups.has(name)) groups.set(name, one.arm);
+      const name = one.role === "paper" ? "the paper" : one.group || one.arm_label;
+      if (!groups.has(name)) groups.set(name, one);
     }
-    for (const [name, arm] of groups) {
-      traces.push({type: "scatter", x: [null], y: [null], mode: "lines+markers", name, line: {color: shade(arm)},
-        marker: {color: shade(arm), symbol: symbols[arm] || "x", size: 7}, hoverinfo: "skip"});
+    for (const [name, one] of groups) {
+      const paper = one.role === "paper", mean = one.role === "mean";
+      const colour = paper ? variable("--muted") : shade(one.arm);
+      traces.push({type: "scatter", x: [null], y: [null], name, hoverinfo: "skip",
+        mode: one.role === "curve" ? "lines" : one.role === "points" ? "markers" : "lines+markers",
+        line: {color: colour, width: mean ? 3.2 : 1.4, dash: paper ? "dot" : "solid"},
+        marker: {color: colour, symbol: paper ? "diamond-open" : symbols[one.arm] || "x", size: mean ? 9 : 6}});
     }
     const layout = {
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", hovermode: "closest", dragmode: false,
@@ -94,7 +97,7 @@
           line: {color: variable("--muted"), width: 1}}),
       annotations: spec.marks.filter((mark) => "x" in mark && mark.label).map((mark) => ({
         x: layoutX(mark.x, spec.x), y: 0, yref: "paper", text: mark.label, showarrow: false, xanchor: "left", xshift: 4,
-        yanchor: "bottom", bgcolor: variable("--page"), borderpad: 2, font: {size: 12, color: variable("--muted")}})),
+        yanchor: "bottom", font: {size: 12, color: variable("--muted")}})),
     };
     return Plotly.react(live, traces, layout, {responsive: true, displayModeBar: false, scrollZoom: false});
   }
