@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -20,20 +19,10 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def runs() -> Any:
-    """The helper module, importable by the processes that the tests start."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    import fault_runs
-
-    yield fault_runs
-    sys.path.remove(str(Path(__file__).parent))
-
-
-@pytest.fixture(scope="module")
 def context(runs: ModuleType) -> Any:
     """Processes forked from a server that has imported everything: quick to start, independent of this one."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fault_runs", "transformers.models.llama.modeling_llama", "accelerate"])
+    context.set_forkserver_preload(["qed.train.run", "transformers.models.llama.modeling_llama"])
     return context
 
 

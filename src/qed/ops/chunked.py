@@ -62,7 +62,9 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_o, d_state):  # type: ignore[no-untyped-def,override]
-        inputs, rest = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+        # Read once: activation checkpointing refuses a second look.
+        saved = ctx.saved_tensors
+        inputs, rest = saved[:5], saved[5:]
         kept = [_Kept(*rest[i : i + 4]) for i in range(0, len(rest), 4)]
         gradients, d_state = _backward(inputs, d_o, d_state, ctx.plan, kept, decay_too=ctx.needs_input_grad[4])
         return (*gradients, d_state, None)

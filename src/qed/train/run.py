@@ -30,6 +30,7 @@ from qed.config import config_hash, to_dict
 from qed.records import provenance, read_json, read_rows, write_json, write_rows
 from qed.train import checkpoint
 from qed.train.config import RUNTIME_FIELDS, TrainConfig
+from qed.train.loss import liger_cross_entropy, use_linear_cross_entropy
 from qed.train.measure import peak_bytes, strengths
 from qed.train.trainer import RunTrainer
 
@@ -239,7 +240,9 @@ def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = Fal
 def prepare_model(model: PreTrainedModel, config: TrainConfig) -> None:
     """Switch on what the config asks for: recomputation, compiled blocks, the fused loss."""
     if config.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        enable_activation_checkpointing(model)
+    if config.loss == "liger":
+        use_linear_cross_entropy(model, liger_cross_entropy())
     if config.compile:
         names = set(model._no_split_modules or ())
         blocks = [module for module in model.modules() if type(module).__name__ in names]
@@ -247,6 +250,14 @@ def prepare_model(model: PreTrainedModel, config: TrainConfig) -> None:
             raise ValueError(f"compile=True: {type(model).__name__}._no_split_modules names no repeated block")
         for block in blocks:
             block.compile()
+
+
+def enable_activation_checkpointing(model: PreTrainedModel) -> None:
+    """Recompute each block in the backward pass; Transformers renamed the method on the way to version 6."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def save_final(trainer: RunTrainer, tokenizer: PreTrainedTokenizerBase | None, target: Path) -> None:
