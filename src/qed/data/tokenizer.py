@@ -18,7 +18,7 @@ _SPLIT = r"{digits}\p{{N}}{{1,3}}| ?\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """``vocab_size``: all tokens, among them 3 special ones, 256 bytes and every group of 2 or 3 digits (1,100).
+    """``vocab_size``: all tokens (fewer if the texts have no more pairs to merge), among them 3 special ones, 256 bytes and every group of 2 or 3 digits (1,100).
 
     ``space_joins_digits``: a number takes the space before it into its first group (another 1,110 tokens), so that a
     value after " is" has one token less.

@@ -48,12 +48,19 @@ class Vocabulary:
         raise RuntimeError(f"no {kind} of split {self.split!r} in 1000 draws")
 
 
-def load_vocabulary(split: Split) -> Vocabulary:
+def load_vocabulary(split: Split, *, longest_word: int | None = None) -> Vocabulary:
     """The word lists of ``wonderwords``, whole ("all", as RULER has it) or the words of one half.
 
-    "train" and "eval" share no adjective, no noun and no value.
+    "train" and "eval" share no adjective, no noun and no value. ``longest_word`` leaves out words of more characters,
+    which small tokenizers cut in many pieces; RULER has no such limit.
     """
-    return Vocabulary(_words("adjectivelist.txt", split), _words("nounlist.txt", split), split)
+    adjectives, nouns = (
+        tuple(word for word in _words(name, split) if longest_word is None or len(word) <= longest_word)
+        for name in ("adjectivelist.txt", "nounlist.txt")
+    )
+    if not adjectives or not nouns:
+        raise ValueError(f"longest_word = {longest_word} leaves no words")
+    return Vocabulary(adjectives, nouns, split)
 
 
 def _words(name: str, split: Split) -> tuple[str, ...]:
