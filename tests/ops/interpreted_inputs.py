@@ -1,4 +1,4 @@
-"""Run by test_inputs.py and test_decode.py with TRITON_INTERPRET=1: the fused kernels against float64, as JSON rows.
+"""Run by tests beside it with TRITON_INTERPRET=1: the fused kernels against float64, as JSON rows.
 
 Not a test file: the interpreter has to be chosen before triton is imported.
 """
@@ -8,8 +8,14 @@ import sys
 
 import torch
 
-from qed.ops import ARMS, decode_inputs_step_, decode_step_, recurrence_inputs
-from qed.ops.fused import decode_in_place_op, decode_inputs_in_place_op, decode_op, recurrence_inputs_op
+from qed.ops import ARMS, decode_inputs_step_, decode_step_, recurrence_inputs, short_convolution
+from qed.ops.fused import (
+    decode_in_place_op,
+    decode_inputs_in_place_op,
+    decode_op,
+    recurrence_inputs_op,
+    short_convolution_op,
+)
 from qed.ops.reference import recurrence
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -95,6 +101,27 @@ def decode_rows():
     return rows
 
 
+def convolution_rows():
+    rows = []
+    for B, T, C, width, kind in (
+        (2, 5, 8, 4, "plain"), (1, 130, 40, 4, "plain"), (2, 3, 16, 3, "state"), (2, 70, 16, 4, "state"),
+        (1, 100, 20, 4, "packed"), (1, 1, 20, 4, "state"), (1, 2, 20, 2, "plain"),
+    ):  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(B, T, C), (C, width), (B, width - 1, C), (B, T, C)]
+        x, weight, state, cotangent = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+        positions = torch.cat([torch.arange(n) for n in (3, 40, 1, 56)]) if kind == "packed" else None
+        results = []
+        for dtype, backend in ((torch.float64, "torch"), (torch.float32, "triton")):
+            leaves = [y.to(dtype).requires_grad_() for y in ((x, weight, state) if kind == "state" else (x, weight))]
+            before = leaves[2] if kind == "state" else None
+            y = short_convolution(*leaves[:2], state=before, positions=positions, backend=backend)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, cotangent.to(dtype))])
+        errors = dict(zip(("y", "dx", "dweight", "dstate"), map(error, *results), strict=False))
+        rows.append({"shape": (B, T, C, width), "arm": kind, "errors": errors})
+    return rows
+
+
 def registration_rows():
     """torch.library's own checks of schema, fake kernels and autograd; they raise on a fault."""
     inputs, z, _ = make(1, 3, 2, 16, 16)
@@ -110,10 +137,18 @@ def registration_rows():
     torch.library.opcheck(
         decode_inputs_in_place_op, (*plain, None, state.clone(), "query", True, True), test_utils=CHECKS
     )
-    return [{"checked": 5}]
+    x, weight = torch.randn(1, 9, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
+    torch.library.opcheck(short_convolution_op, (x, weight, torch.arange(9), 0), test_utils=CHECKS)
+    torch.library.opcheck(short_convolution_op, (x, weight, None, 3), test_utils=CHECKS)
+    return [{"checked": 7}]
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    parts = {"inputs": inputs_rows, "decode": decode_rows, "registration": registration_rows}
+    parts = {
+        "inputs": inputs_rows,
+        "decode": decode_rows,
+        "convolution": convolution_rows,
+        "registration": registration_rows,
+    }
     print(json.dumps([row for name in sys.argv[1:] for row in parts[name]()]))

@@ -2,6 +2,7 @@
 
 from qed.ops.api import BACKENDS, check_cu_seqlens, gated_delta_rule
 from qed.ops.arms import ARMS, Arm, erase_vector, get_arm
+from qed.ops.convolution import short_convolution
 from qed.ops.decode import decode_inputs_step_, decode_step_
 from qed.ops.inputs import l2_normalize, recurrence_inputs
 
@@ -17,4 +18,5 @@ __all__ = [
     "get_arm",
     "l2_normalize",
     "recurrence_inputs",
+    "short_convolution",
 ]

@@ -1,4 +1,4 @@
-"""Registered operators around the core: prologue and decoding steps. Kernels are imported at the first call."""
+"""Registered operators around the core: prologue, decode steps, convolution; kernels load at the first call."""
 
 from __future__ import annotations
 
@@ -109,3 +109,45 @@ def decode_inputs_in_place_op(
 @decode_inputs_in_place_op.register_fake
 def _(q, k, v, *_rest):  # type: ignore[no-untyped-def]
     return q.new_empty(v.shape)
+
+
+@torch.library.custom_op("qed::short_convolution", mutates_args=())
+def short_convolution_op(x: Tensor, weight: Tensor, positions: Optional[Tensor], skip: int) -> Tensor:  # noqa: UP045
+    from qed.ops import triton_convolution
+
+    return triton_convolution.forward(x, weight, positions, skip)
+
+
+@short_convolution_op.register_fake
+def _(x, weight, positions, skip):  # type: ignore[no-untyped-def]
+    return x.new_empty((x.shape[0], x.shape[1] - skip, x.shape[2]))
+
+
+@torch.library.custom_op("qed::short_convolution_backward", mutates_args=())
+def short_convolution_backward_op(
+    x: Tensor,
+    weight: Tensor,
+    positions: Optional[Tensor],  # noqa: UP045
+    grad: Tensor,
+    skip: int,
+) -> tuple[Tensor, Tensor]:
+    from qed.ops import triton_convolution
+
+    return triton_convolution.backward(x, weight, positions, grad, skip)
+
+
+@short_convolution_backward_op.register_fake
+def _(x, weight, positions, grad, skip):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _save_convolution(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, weight, positions, ctx.skip = inputs
+    ctx.save_for_backward(x, weight, positions)
+
+
+def _convolution_backward(ctx, grad):  # type: ignore[no-untyped-def]
+    return *short_convolution_backward_op(*ctx.saved_tensors, grad, ctx.skip), None, None
+
+
+short_convolution_op.register_autograd(_convolution_backward, setup_context=_save_convolution)
