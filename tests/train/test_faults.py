@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -16,14 +15,6 @@ import pytest
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def context(runs: ModuleType) -> Any:
-    """Processes forked from a server that has imported everything: quick to start, independent of this one."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["qed.train.run", "transformers.models.llama.modeling_llama"])
-    return context
 
 
 def finish(context: Any, runs: ModuleType, folder: Path, **options: Any) -> int | None:

@@ -12,17 +12,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qed.config import config_hash
-from qed.model import QEDConfig
 from qed.train import CheckpointError, NonFiniteError, TrainConfig, build_model, checkpoint, train
 from qed.train.loss import use_linear_cross_entropy
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
-
-
-def qed_config() -> QEDConfig:
-    return QEDConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_heads=2, head_dim=8, intermediate_size=16)
 
 
 def run(runs: ModuleType, folder: Path, rows: Any = None, **changes: Any) -> dict[str, Any]:
@@ -33,7 +28,7 @@ def run(runs: ModuleType, folder: Path, rows: Any = None, **changes: Any) -> dic
 def test_a_qed_run_leaves_a_checkpoint_a_log_and_a_record(tmp_path: Path, runs: ModuleType) -> None:
     config = runs.train_config(log_every_steps=5)
     extra = {"arm": "qed"}
-    record = train(qed_config(), None, runs.Rows(), config, tmp_path, record_extra=extra, progress=False)
+    record = train(runs.qed_config(), None, runs.Rows(), config, tmp_path, record_extra=extra, progress=False)
     assert json.loads((tmp_path / "train.json").read_text()) == record
     assert (record["status"], record["num_steps"], record["extra"]) == ("done", runs.STEPS, extra)
     assert record["config_hash"] == config_hash(config)
@@ -58,8 +53,8 @@ def test_a_qed_run_leaves_a_checkpoint_a_log_and_a_record(tmp_path: Path, runs: 
 def test_theta_moves_ten_times_as_fast(tmp_path: Path, runs: ModuleType) -> None:
     """One AdamW step moves every parameter by its rate, whatever the gradient's size."""
     one_step = {"num_tokens": 64, "warmup_tokens": 0, "decay_start_tokens": None, "weight_decay": 0.0, "epsilon": 1e-30}
-    train(qed_config(), None, runs.Rows(), runs.train_config(**one_step), tmp_path, progress=False)
-    before = build_model(qed_config(), seed=0).state_dict()
+    train(runs.qed_config(), None, runs.Rows(), runs.train_config(**one_step), tmp_path, progress=False)
+    before = build_model(runs.qed_config(), seed=0).state_dict()
     after = load_file(tmp_path / "checkpoint" / "model.safetensors")
     for name, factor in {"theta": 10, "A_log": 1, "norm.weight": 1}.items():
         key = f"model.layers.0.mixer.{name}"
@@ -232,7 +227,7 @@ def test_recomputed_activations_change_no_gradient(tmp_path: Path, runs: ModuleT
     short = {"num_tokens": 256, "decay_start_tokens": None}
     for name, on in {"kept": False, "recomputed": True}.items():
         config = runs.train_config(log_every_steps=1, activation_checkpointing=on, **short)
-        train(qed_config(), None, runs.Rows(), config, tmp_path / name, progress=False)
+        train(runs.qed_config(), None, runs.Rows(), config, tmp_path / name, progress=False)
     kept, again = ([(r["loss"], r["grad_norm"]) for r in read(tmp_path / name)] for name in ("kept", "recomputed"))
     assert torch.tensor(kept).allclose(torch.tensor(again), rtol=1e-6)
 
@@ -245,8 +240,8 @@ def test_packed_documents_train(tmp_path: Path, runs: ModuleType) -> None:
             return {**super().__getitem__(index), "cu_seqlens": [0, 5, 16]}
 
     one_step = runs.train_config(num_tokens=64, decay_start_tokens=None, warmup_tokens=0, order="sequential")
-    train(qed_config(), None, Packed(), one_step, tmp_path, progress=False)
-    model, total, count = build_model(qed_config(), 0), 0.0, 0
+    train(runs.qed_config(), None, Packed(), one_step, tmp_path, progress=False)
+    model, total, count = build_model(runs.qed_config(), 0), 0.0, 0
     for index in range(4):
         tokens = runs.Rows()[index]["input_ids"]
         for document in (tokens[:5], tokens[5:]):
@@ -260,7 +255,7 @@ def test_loss_from_hidden_states_equals_loss_from_logits(runs: ModuleType) -> No
     def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
 
-    config = qed_config()
+    config = runs.qed_config()
     plain, fused = (build_model(config, 0).double() for _ in range(2))
     use_linear_cross_entropy(fused, cross_entropy)
     rows = [runs.Rows()[index] for index in range(3)]

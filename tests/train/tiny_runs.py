@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from qed.model import QEDConfig
 from qed.train import TrainConfig, TrainingInterrupted, checkpoint, run, train, trainer
 
 ROW, ROWS_A_STEP, STEPS = 16, 4, 24
@@ -43,6 +44,10 @@ def model_config(dropout: float = 0.1) -> LlamaConfig:
         tie_word_embeddings=True,
         attention_dropout=dropout,
     )
+
+
+def qed_config() -> QEDConfig:
+    return QEDConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_heads=2, head_dim=8, intermediate_size=16)
 
 
 def train_config(**changes: Any) -> TrainConfig:
@@ -127,3 +132,37 @@ def work(folder: str, *, kill: tuple[str, int] | None = None, fail_save: int | N
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         Path(folder, "error.txt").write_text(str(error))
         os._exit(4)
+
+
+def work_as_rank(rank: int, num_processes: int, port: int, folder: str, options: dict[str, Any]) -> None:
+    """One process of a distributed run, told its place by the variables that torchrun sets."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    changes = dict(options)
+    stop_after = changes.pop("stop_after", None)
+    if stop_after is not None and rank == 1:
+        stop_at(stop_after)
+    try:
+        train(qed_config(), None, Rows(), train_config(**changes), folder, use_cpu=True, progress=False)
+    except TrainingInterrupted:
+        os._exit(3)
+
+
+def stop_at(count: int) -> None:
+    """Send this process alone SIGTERM in the middle of its ``count``-th update step."""
+    original, calls = trainer.RunTrainer._clip_grad_norm, [0]
+
+    def hook(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == count:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    trainer.RunTrainer._clip_grad_norm = hook  # type: ignore[method-assign]
