@@ -12,7 +12,8 @@ from transformers.models.auto.configuration_auto import AutoConfig
 from qed.config import nearest
 from qed.ops import ARMS, BACKENDS
 
-_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "value_head_dim", "intermediate_size")
+_WIDTHS = ("hidden_size", "head_dim", "value_head_dim", "intermediate_size")
+_COUNTS = ("vocab_size", "num_hidden_layers", "num_heads")
 _NUMBERS = ("norm_eps", "lambda_max", "theta_init", "strength_scale", "initializer_range")
 # Keys that Transformers itself writes into a config file beside the fields.
 _OTHERS = ("model_type", "quantization_config", "auto_map")
@@ -94,7 +95,8 @@ class QEDConfig(PreTrainedConfig):
             raise ValueError(nearest("arm", str(self.arm), ARMS))
         if self.backend is not None and self.backend not in BACKENDS:
             raise ValueError(nearest("backend", str(self.backend), BACKENDS))
-        for name, least in [*((name, 1) for name in _SIZES), ("conv_size", 2), ("random_direction_seed", 0)]:
+        least_values = {**dict.fromkeys(_WIDTHS + _COUNTS, 1), "conv_size": 2, "random_direction_seed": 0}
+        for name, least in least_values.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
@@ -106,7 +108,7 @@ class QEDConfig(PreTrainedConfig):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)!r}")
         if self.layer_types != ["linear_attention"] * self.num_hidden_layers:
-            raise ValueError(f"layer_types must hold 'linear_attention' {self.num_hidden_layers} times; got {self.layer_types}")
+            raise ValueError(f"layer_types must be 'linear_attention' in every layer; got {self.layer_types}")
 
 
 AutoConfig.register("qed", QEDConfig, exist_ok=True)

@@ -19,6 +19,8 @@ from qed.ops import gated_delta_rule, get_arm, recurrence_inputs
 
 A_RANGE = (1.0, 16.0)
 DT_RANGE = (0.001, 0.1)
+# Which form of the operator's inputs goes with which form of the operator.
+INPUT_BACKEND = {None: None, "reference": "torch", "chunked": "torch", "triton": "triton"}
 FLOAT32_NAMES = ("A_log", "dt_bias", "theta", "random_direction")
 
 
@@ -58,7 +60,9 @@ class Padding(NamedTuple):
         return cls(order, torch.argsort(order, dim=1), lengths, real)
 
 
-def causal_conv(x_BTC: Tensor, weight_CW: Tensor, state_BSC: Tensor | None, positions_T: Tensor | None = None) -> Tensor:
+def causal_conv(
+    x_BTC: Tensor, weight_CW: Tensor, state_BSC: Tensor | None = None, positions_T: Tensor | None = None
+) -> Tensor:
     """Causal depthwise convolution, then SiLU; sums in float32 or wider, returns x's dtype.
 
     Every output is the same sum of W products whatever T is, so a step of one token repeats the bits of a long pass.
@@ -97,11 +101,14 @@ class QEDMixer(nn.Module):
         layer_idx: position in the model; it enters the seed of ``random_direction`` and names the cache's layer.
     """
 
+    random_direction: Tensor | None
+
     def __init__(self, config: QEDConfig, layer_idx: int = 0) -> None:
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        D, H, K, V = config.hidden_size, config.num_heads, config.head_dim, int(config.value_head_dim or config.head_dim)
+        D, H, K = config.hidden_size, config.num_heads, config.head_dim
+        V = config.value_head_dim or K
         self.num_heads, self.key_dim, self.value_dim = H, K, V
         self.qkv_proj = nn.Linear(D, 2 * H * K + H * V, bias=False)
         self.conv_weight = nn.Parameter(torch.empty(2 * H * K + H * V, config.conv_size))
@@ -123,7 +130,7 @@ class QEDMixer(nn.Module):
         """Draw the convolution and the decay as the paper does, theta and the random direction as configured.
 
         ``A_log``: log of a uniform draw in ``A_RANGE``; ``dt_bias``: inverse softplus of a log-uniform draw in
-        ``DT_RANGE``; the convolution: uniform within ``1 / sqrt(W)``, the PyTorch default (the paper does not state it).
+        ``DT_RANGE``; the convolution: uniform within ``1 / sqrt(W)``, PyTorch's default (the paper does not state it).
         Linear layers keep what their own initialisation gave.
         """
         if self.A_log.is_meta:
@@ -138,7 +145,7 @@ class QEDMixer(nn.Module):
             init.constant_(self.theta, self.config.theta_init)
         if self.random_direction is not None:
             generator = torch.Generator().manual_seed((self.config.random_direction_seed << 16) + self.layer_idx)
-            draw = torch.randn(self.random_direction.shape, generator=generator, dtype=torch.float64)
+            draw = torch.randn(self.num_heads, self.key_dim, generator=generator, dtype=torch.float64)
             init.copy_(self.random_direction, F.normalize(draw, dim=-1))
 
     def _apply(self, fn: Any, recurse: bool = True) -> QEDMixer:
@@ -181,8 +188,9 @@ class QEDMixer(nn.Module):
         if padding is not None:
             hidden_states = hidden_states.take_along_dim(padding.order[..., None], 1)
         inputs, state = self._inputs(hidden_states, cache, padding, cu_seqlens)
+        backend = self.config.backend
         with torch.autocast(hidden_states.device.type, enabled=False):
-            o, state = gated_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens, backend=self.config.backend)
+            o, state = gated_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)
         if cache is not None:
             cache.update_recurrent_state(state, self.layer_idx)
         gate = self.output_gate_proj(hidden_states).unflatten(-1, (self.num_heads, self.value_dim))
@@ -192,7 +200,7 @@ class QEDMixer(nn.Module):
     def recurrence_inputs(
         self, hidden_states: Tensor, *, padding: Padding | None = None, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """The ``(q, k, v, a, g)`` that :meth:`forward` gives the operator for a sequence without a cache, for probes."""
+        """The ``(q, k, v, a, g)`` that :meth:`forward` gives the operator when there is no cache."""
         if padding is not None:
             hidden_states = hidden_states.take_along_dim(padding.order[..., None], 1)
         return self._inputs(hidden_states, None, padding, cu_seqlens)[0]
@@ -203,7 +211,7 @@ class QEDMixer(nn.Module):
         H, K, V = self.num_heads, self.key_dim, self.value_dim
         qkv = self.qkv_proj(x)
         if qkv.dtype == torch.float16:
-            raise ValueError("float16 is not supported: read-outs of the state exceed its range; use bfloat16 or float32")
+            raise ValueError("float16 cannot hold what the state returns; use bfloat16 or float32")
         conv_state, state = self._read(cache, x.shape[0])
         positions = None if cu_seqlens is None else document_positions(cu_seqlens, x.shape[1])
         mixed = causal_conv(qkv, self.conv_weight, conv_state, positions)
@@ -212,14 +220,21 @@ class QEDMixer(nn.Module):
         q, k, v = mixed.split([H * K, H * K, H * V], -1)
         erase, write = self.gates_proj(x).split([H * K, H * V], -1)
         decay = self.decay_proj(x)
+        q, k, v, decay, erase, write = (y.unflatten(-1, (H, -1)) for y in (q, k, v, decay, erase, write))
         with torch.autocast(x.device.type, enabled=False):
             q, k, v, a, g = recurrence_inputs(
-                *(y.unflatten(-1, (H, -1)) for y in (q, k, v, decay, erase, write)),
+                q,
+                k,
+                v,
+                decay,
+                erase,
+                write,
                 self.A_log,
                 self.dt_bias,
                 self.strength(),
                 arm=self.config.arm,
                 random_direction=self.random_direction,
+                backend=INPUT_BACKEND[self.config.backend],
             )
         if padding is not None:
             is_pad = ~padding.real[..., None, None]
@@ -229,7 +244,7 @@ class QEDMixer(nn.Module):
     def _read(self, cache: Cache | None, batch_size: int) -> tuple[Tensor | None, Tensor | None]:
         if cache is None or not cache.has_previous_state(self.layer_idx):
             return None, None
-        layer = cache.layers[self.layer_idx]
+        layer: Any = cache.layers[self.layer_idx]
         conv_state, state = layer.conv_states[0].transpose(1, 2), layer.recurrent_states[0]
         if state.shape[0] != batch_size:
             raise ValueError(f"the cache holds {state.shape[0]} sequences; the input has {batch_size}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -29,7 +30,6 @@ CACHE_FIELD = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ 
 IGNORED = -100
 KEYWORDS = ("output_hidden_states", "output_attentions", "return_dict", "num_items_in_batch", "cu_seq_lens_q")
 # What Transformers' flattening collator sends beside cu_seq_lens_q; it says nothing more.
-ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache", "cu_seqlens")
 REDUNDANT_KEYWORDS = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "is_causal")
 
 
@@ -147,7 +147,7 @@ class QEDModel(QEDPreTrainedModel):
             cu_seqlens = cu_seqlens.to(hidden_states.device)
         for layer in self.layers:
             hidden_states = layer(hidden_states, cache=cache, padding=padding, cu_seqlens=cu_seqlens)
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_FIELD: cache})
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), **{CACHE_FIELD: cache})  # type: ignore[arg-type]
 
     def _cache(self, cache: Cache | None, older: Cache | None, use_cache: bool | None, cu_seqlens: Any) -> Cache | None:
         if cache is not None and older is not None and cache is not older:
@@ -162,7 +162,7 @@ class QEDModel(QEDPreTrainedModel):
             if len(cache.layers) != len(self.layers):
                 raise ValueError("the cache must be built for this model: DynamicCache(config=model.config)")
             if any(getattr(layer, "record_past", False) for layer in cache.layers):
-                raise ValueError("the cache records its past to be cropped, and a recurrent state cannot be rolled back")
+                raise ValueError("the cache records its past to be cropped; a recurrent state cannot be rolled back")
             return cache
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
@@ -190,7 +190,7 @@ class QEDForCausalLM(QEDPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         # Before 5.24 generate asks a cache called past_key_values for its length, which linear layers do not keep.
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
         if "past_key_values" in model_kwargs:
             model_kwargs["cache"] = model_kwargs.pop("past_key_values")
 
@@ -239,9 +239,9 @@ class QEDForCausalLM(QEDPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{CACHE_FIELD: outputs.get(CACHE_FIELD)}
         )
 
-    def _loss(self, logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None, num_items: Tensor | int | None) -> Tensor:
+    def _loss(self, logits: Tensor, labels: Tensor, cu_seqlens: Tensor | None, num_items: Any) -> Tensor:
         if logits.shape[:2] != labels.shape:
-            raise ValueError(f"labels must be [B, T] = {list(logits.shape[:2])} like the logits; got {list(labels.shape)}")
+            raise ValueError(f"labels must be [B, T] = {list(logits.shape[:2])} like logits; got {list(labels.shape)}")
         labels = labels.to(logits.device)
         if cu_seqlens is not None:
             labels = labels.index_fill(1, cu_seqlens[:-1].to(logits.device, torch.int64), IGNORED)
@@ -254,7 +254,9 @@ class QEDForCausalLM(QEDPreTrainedModel, GenerationMixin):
 def _check_keywords(keywords: dict[str, Any]) -> None:
     for key, value in keywords.items():
         if key not in (*KEYWORDS, *REDUNDANT_KEYWORDS):
-            raise TypeError(nearest("keyword of the model", key, (*ARGUMENTS, *KEYWORDS)))
+            raise TypeError(
+                nearest("keyword of the model", key, (*inspect.signature(QEDForCausalLM.forward).parameters, *KEYWORDS))
+            )
         if key == "output_attentions" and value:
             raise ValueError("output_attentions: a recurrence has no attention matrix; see qed.probes")
 
