@@ -102,17 +102,32 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def paired_bootstrap(
-    first: ArrayLike, second: ArrayLike, *, seed: int, num_resamples: int = 10_000, confidence: float = 0.95
+    first: ArrayLike,
+    second: ArrayLike,
+    *,
+    seed: int,
+    weights: ArrayLike | None = None,
+    num_resamples: int = 10_000,
+    confidence: float = 0.95,
 ) -> Difference:
     """Mean of ``second - first`` with a percentile interval from resampling examples, both scores of one together.
 
-    Differences are tallied by value, so a resample is one multinomial draw (the same distribution, less work).
+    With ``weights`` (an example's tokens, say) the mean is weighted and an example's weight is resampled with it.
+    Equal examples are tallied first, so a resample is one multinomial draw: the same distribution, less work.
     """
     a, b = _pairs(first, second)
-    values, counts = np.unique(b - a, return_counts=True)
-    draws = np.random.default_rng(seed).multinomial(a.size, counts / a.size, size=num_resamples)
-    low, high = np.quantile(draws @ values / a.size, _tails(confidence))
-    return Difference(float(np.mean(b - a)), float(low), float(high))
+    weight = np.ones_like(a) if weights is None else _vector(weights)
+    if weight.size != a.size or not (weight > 0).all():
+        raise ValueError(f"weights must be positive, one an example; got {weight.size} for {a.size} examples")
+    kinds, counts = np.unique(np.stack([b - a, weight]), axis=1, return_counts=True)
+    generator = np.random.default_rng(seed)
+    block = max(1, 10_000_000 // counts.size)
+    means = []
+    for start in range(0, num_resamples, block):
+        draws = generator.multinomial(a.size, counts / a.size, size=min(block, num_resamples - start))
+        means.append(draws @ (kinds[0] * kinds[1]) / (draws @ kinds[1]))
+    low, high = np.quantile(np.concatenate(means), _tails(confidence))
+    return Difference(float(np.average(b - a, weights=weight)), float(low), float(high))
 
 
 def pool_over_seeds(pairs: Sequence[tuple[ArrayLike, ArrayLike]], *, confidence: float = 0.95) -> Pooled:

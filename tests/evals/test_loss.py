@@ -43,22 +43,22 @@ def test_buckets_are_the_direct_sum(request, name, tokenizer, chunk_tokens):
 
 def test_record_weighs_every_token_the_same(llama, tokenizer, tmp_path):
     config = LossConfig(length=96, windows="documents", chunk_tokens=32)
-    record = evaluate(llama, tokenizer, TEXTS, config, tmp_path, progress=False)
+    record = evaluate(llama, tokenizer, TEXTS, config, tmp_path, source="test", progress=False)
     nats, counts = direct(llama, make_windows(TEXTS, tokenizer, config), config.edges)
     assert record["loss"] == pytest.approx(sum(nats) / sum(counts), rel=1e-5)
     assert [bucket["num_targets"] for bucket in record["buckets"]] == counts
     assert record["buckets"][0]["loss"] == pytest.approx(nats[0] / counts[0], rel=1e-5)
     assert len(read_rows(tmp_path / "loss.jsonl")) == record["num_windows"]
-    assert evaluate(llama, tokenizer, TEXTS, config, tmp_path, progress=False) == record
+    assert evaluate(llama, tokenizer, TEXTS, config, tmp_path, source="test", progress=False) == record
     with pytest.raises(ValueError, match="other weights"):
-        evaluate(llama, tokenizer, TEXTS[:1], config, tmp_path, progress=False)
+        evaluate(llama, tokenizer, TEXTS[:1], config, tmp_path, source="test", progress=False)
 
 
 def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary(llama, tokenizer, tmp_path):
     head = llama.lm_head.weight.detach().clone()
     try:
         torch.nn.init.zeros_(llama.lm_head.weight)
-        record = evaluate(llama, tokenizer, TEXTS, LossConfig(length=64), tmp_path, progress=False)
+        record = evaluate(llama, tokenizer, TEXTS, LossConfig(length=64), tmp_path, source="test", progress=False)
     finally:
         llama.lm_head.weight.data.copy_(head)
     assert record["loss"] == pytest.approx(math.log(len(tokenizer)), rel=1e-6)

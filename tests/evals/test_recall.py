@@ -143,9 +143,36 @@ def test_local_files(tmp_path):
         read_local(tmp_path / "missing", ["swde"])
 
 
+def test_rows_through_the_harness(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("lm_eval.tasks.fda.task")
+    asked = []
+
+    def load_dataset(path, name, **_):
+        asked.append(path)
+        return {"validation": datasets.Dataset.from_list([FDA])}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert recall.read_harness(["fda"]) == {"fda": [FDA]}
+    assert asked == ["hazyresearch/based-fda"]
+
+    def unreachable(*_, **__):
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(ValueError, match=r"no network.*fda\.jsonl"):
+        recall.read_harness(["fda"])
+
+
+def test_an_old_harness_is_refused(monkeypatch):
+    fda = pytest.importorskip("lm_eval.tasks.fda.task")
+    monkeypatch.setattr(fda.FDA, "VERSION", 0)
+    with pytest.raises(ValueError, match="version 0"):
+        recall.read_harness(["fda"])
+
+
 def test_missing_harness_is_named_before_anything_runs(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks.fda.task", None)
     with pytest.raises(ValueError, match=r"qed-attention\[eval\].*fda.jsonl"):
         recall.read_harness(["fda"])
 

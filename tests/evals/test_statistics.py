@@ -77,6 +77,20 @@ def test_paired_bootstrap_matches_scipy_and_normal_theory():
     assert ours == statistics.paired_bootstrap(first, second, seed=3)
 
 
+def test_weighted_bootstrap_is_the_ratio_of_sums():
+    generator = np.random.default_rng(6)
+    weights = generator.integers(1, 20, 300)
+    first, second = generator.normal(size=300), generator.normal(0.2, 1, 300)
+    ours = statistics.paired_bootstrap(first, second, seed=0, weights=weights)
+    mean = (weights * (second - first)).sum() / weights.sum()
+    assert ours.estimate == pytest.approx(mean)
+    # The linearised standard error of a ratio of means.
+    se = np.sqrt((weights**2 * (second - first - mean) ** 2).sum()) / weights.sum()
+    assert (ours.low, ours.high) == pytest.approx((mean - 1.96 * se, mean + 1.96 * se), abs=0.15 * se)
+    with pytest.raises(ValueError, match="positive"):
+        statistics.paired_bootstrap([1, 0], [0, 1], seed=0, weights=[1, 0])
+
+
 def test_pooling_over_seeds_is_the_t_interval_of_seed_means():
     # Seeds differ far more than their 200 examples explain, so the plain one-sample t test is the answer.
     generator = np.random.default_rng(2)

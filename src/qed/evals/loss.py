@@ -84,11 +84,13 @@ def evaluate(
     config: LossConfig,
     folder: Path | str,
     *,
+    source: str,
     progress: bool = True,
 ) -> dict[str, Any]:
-    """Loss over ``texts``; returns the record of ``folder/loss.json``, one row a window in ``loss.jsonl``.
+    """Loss over ``texts`` (from ``source``, a name for the record); returns the record of ``folder/loss.json``.
 
-    Every token counts the same, whatever window it is in. Resumes and skips as the needle evaluation does.
+    ``loss.jsonl`` holds one row a window. Every token counts the same, whatever window it is in. Resumes and skips as
+    the needle evaluation does.
     """
     folder = Path(folder)
     windows = make_windows(texts, tokenizer, config)
@@ -124,6 +126,7 @@ def evaluate(
         "run": run,
         "config": settings,
         "identity": identity,
+        "source": source,
         "content": content,
         **summarise(outcomes.finish((i,) for i in range(len(windows))), edges),
         "seconds": round(time.perf_counter() - started, 3),

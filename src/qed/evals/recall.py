@@ -11,6 +11,7 @@ comparable; every result names its own:
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import time
@@ -32,6 +33,11 @@ from .outcomes import Outcomes, finished, run_name
 TASKS = ("fda", "swde", "squad_completion")
 PROTOCOLS = ("whole", "window")
 FIELDS = {"fda": ("text", "value", "key"), "swde": ("text", "value", "key"), "squad_completion": ("text", "value")}
+HARNESS = {
+    "fda": ("lm_eval.tasks.fda.task", "FDA"),
+    "swde": ("lm_eval.tasks.swde.task", "SWDE"),
+    "squad_completion": ("lm_eval.tasks.squad_completion.task", "SQUADCompletion"),
+}
 KEY = ("task", "protocol", "index")
 SPEED = ("rows", "chunk_tokens")
 # Version of the prompts made here: lm-eval's numbering, in which 1 strips prompt and answer.
@@ -105,7 +111,7 @@ def read_harness(tasks: Sequence[str]) -> dict[str, list[Row]]:
         ValueError: lm-eval is missing, its task is older than version 1, or the data cannot be fetched.
     """
     try:
-        from lm_eval.tasks import TaskManager, get_task_dict
+        classes = {name: getattr(importlib.import_module(module), cls) for name, (module, cls) in HARNESS.items()}
     except ImportError as error:
         raise ValueError(
             f"recall tasks without local files need lm-eval ({error}): pip install 'qed-attention[eval]', "
@@ -113,15 +119,15 @@ def read_harness(tasks: Sequence[str]) -> dict[str, list[Row]]:
         ) from None
     result = {}
     for name in tasks:
-        try:
-            task: Any = get_task_dict([name], TaskManager())[name]
-        except (OSError, ConnectionError) as error:
-            raise ValueError(f"cannot fetch the data of {name}: {error}; give a folder with {name}.jsonl") from error
-        if int(task.VERSION) < TASK_VERSION:
+        if int(classes[name].VERSION) < TASK_VERSION:
             raise ValueError(
-                f"lm-eval's {name} has version {task.VERSION}, which does not strip its prompts; 0.4.13 or later does"
+                f"lm-eval's {name} has version {classes[name].VERSION}, which does not strip its prompts; 0.4.13 does"
             )
-        result[name] = [dict(row) for row in task.validation_docs()]
+        try:
+            rows = classes[name]().validation_docs()
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"cannot fetch the data of {name} ({error}); give a folder with {name}.jsonl") from error
+        result[name] = [dict(row) for row in rows]
     return result
 
 

@@ -1,0 +1,107 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from qed.evals import commands
+from qed.evals.harness import main as harness
+from qed.evals.load import find_checkpoints, load_model
+from qed.evals.loss import LossConfig
+from qed.evals.niah import NiahConfig
+from qed.evals.recall import RecallConfig
+from qed.records import read_json
+
+NIAH = NiahConfig(lengths=(256,), num_examples=4, max_new_tokens=8, fill="unit", rows=4)
+LOSS = LossConfig(length=128, num_tokens=512)
+RECALL = RecallConfig(tasks=("fda",), max_new_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, qed_model, llama, tokenizer):
+    """A run folder of this package's model, one of a Transformer, and a folder of recall rows."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, model in (("qed-seed0", qed_model), ("llama-seed0", llama)):
+        model.save_pretrained(folder / name / "checkpoint")
+        tokenizer.save_pretrained(folder / name / "checkpoint")
+    row = {"key": "name", "value": "Xavier", "text": "The grass is green. Its name is Xavier. name:"}
+    (folder / "recall").mkdir()
+    (folder / "recall" / "fda.jsonl").write_text(json.dumps(row))
+    return folder
+
+
+def test_everything_on_two_kinds_of_model_then_skips(runs, monkeypatch):
+    given = [str(runs / "qed-seed0"), str(runs / "llama-seed0" / "checkpoint")]
+    settings = {
+        "strengths": (0.0, 1.0), "niah": NIAH, "recall": RECALL, "recall_data": str(runs / "recall"), "loss": LOSS,
+        "device": "cpu", "progress": False,
+    }  # fmt: skip
+    rows = commands.everything(given, **settings)
+    done = {(row["checkpoint"], row["evaluation"]) for row in rows if "problem" not in row}
+    assert done == {(c, e) for c in ("qed-seed0", "llama-seed0") for e in commands.PARTS} - {
+        ("llama-seed0", "strength")
+    }
+    (problem,) = [row for row in rows if "problem" in row]
+    assert "'llama' has none" in problem["problem"]
+    for name in ("niah", "strength", "recall", "loss"):
+        assert read_json(runs / "qed-seed0" / f"{name}.json")["kind"] == name
+    from qed.evals import decode
+
+    monkeypatch.setattr(decode, "forward", None)
+    assert commands.everything(given, **settings) == rows
+    text = commands.table(rows)
+    assert text.splitlines()[0].startswith("checkpoint")
+    assert len(text.splitlines()) == len(rows) + 1
+    compared = commands.compare([given[0]], [given[1]])
+    assert {row["evaluation"] for row in compared} == {"niah", "recall", "loss"}
+
+
+def test_missing_things_are_named_before_a_model_loads(runs, monkeypatch):
+    monkeypatch.setattr(commands, "load_model", None)
+    given = [str(runs / "qed-seed0")]
+    with pytest.raises(ValueError, match="smallest"):
+        commands.niah(given, config=NiahConfig(lengths=(16,)))
+    with pytest.raises(ValueError, match=r"swde.jsonl"):
+        commands.recall(given, data=str(runs / "recall"), config=RecallConfig(tasks=("swde",)))
+    with pytest.raises(ValueError, match="no such file"):
+        commands.loss(given, data=str(runs / "absent.txt"))
+    with pytest.raises(ValueError, match="'niah'"):
+        commands.everything(given, parts=("nia",))
+
+
+def test_where_checkpoints_are_and_results_go(runs, tmp_path):
+    (inside, folder) = find_checkpoints([str(runs / "qed-seed0"), str(runs / "llama-seed0" / "checkpoint")])
+    assert (inside.folder, folder.folder) == (runs / "qed-seed0", runs / "llama-seed0")
+    (moved,) = find_checkpoints([str(runs / "qed-seed0")], tmp_path)
+    assert moved.folder == tmp_path / "qed-seed0"
+    (hub,) = find_checkpoints(["owner/model"], tmp_path)
+    assert (hub.model, hub.folder) == ("owner/model", tmp_path / "owner--model")
+    with pytest.raises(ValueError, match="did you mean 'qed-seed0'"):
+        find_checkpoints([str(runs / "qed-seed1")])
+    with pytest.raises(ValueError, match="holds no checkpoint"):
+        find_checkpoints([str(tmp_path)])
+    with pytest.raises(ValueError, match="both write"):
+        find_checkpoints([str(runs / "qed-seed0"), str(runs / "qed-seed0" / "checkpoint")])
+
+
+def test_pickled_weights_are_refused(runs, tmp_path):
+    import shutil
+
+    import torch
+
+    shutil.copytree(runs / "qed-seed0" / "checkpoint", tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save({}, tmp_path / "model" / "pytorch_model.bin")
+    (checkpoint,) = find_checkpoints([str(tmp_path / "model")])
+    with pytest.raises(OSError, match="safetensors"):
+        load_model(checkpoint, device="cpu")
+
+
+def test_the_harness_is_not_left_to_cut_prompts(capsys):
+    assert harness(["--model", "hf", "--model_args", "pretrained=x"]) == 2
+    assert "max_length" in capsys.readouterr().err
+
+
+def test_commands_import_without_lm_eval():
+    code = "import sys\nsys.modules['lm_eval'] = None\nimport qed.evals.commands, qed.evals.harness"
+    subprocess.run([sys.executable, "-c", code], check=True)
