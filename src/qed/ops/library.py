@@ -1,0 +1,104 @@
+"""The Triton kernels as registered operators: shapes without a device, gradients, autocast. Triton loads at first use."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from qed.ops.tiles import segment_length
+
+# Optional[...] below: torch reads operator schemas from annotations.
+
+
+@torch.library.custom_op("qed::gated_delta_rule", mutates_args=())
+def forward_op(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial_state: Tensor, cu_seqlens: Optional[Tensor]  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``o``, ``final_state`` and, for a split sequence, its segments' start states and transitions (else empty)."""
+    from qed.ops import triton_forward as kernels
+
+    with _device(q):
+        q, k, v, a = (kernels.rows(x) for x in (q, k, v, a))
+        problem, plan = kernels.describe(q, k, v, a, cu_seqlens)
+        return kernels.forward(
+            q, k, v, a, kernels.decay_rows(g), initial_state.contiguous(), cu_seqlens, problem, plan
+        )
+
+
+@forward_op.register_fake
+def _(q, k, v, a, g, initial_state, cu_seqlens):  # type: ignore[no-untyped-def]
+    B, T, H, K = q.shape
+    V = v.shape[3]
+    packed = cu_seqlens is not None
+    num_docs = cu_seqlens.shape[0] - 1 if packed else B
+    segment = segment_length(num_docs, T, H, V, packed=packed)
+    state = initial_state.new_empty(initial_state.shape)
+    if segment >= T:
+        return v.new_empty(v.shape), state, q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
+    segments = T // segment + num_docs if packed else num_docs * ((T + segment - 1) // segment)
+    starts = q.new_empty((segments, H, V, K), dtype=torch.float32)
+    return v.new_empty(v.shape), state, starts, q.new_empty((segments, H, K, K), dtype=torch.float32)
+
+
+@torch.library.custom_op("qed::gated_delta_rule_backward", mutates_args=())
+def backward_op(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial_state: Tensor, cu_seqlens: Optional[Tensor],  # noqa: UP045
+    starts: Tensor, transition: Tensor, grad_o: Tensor, grad_final: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of ``q, k, v, a, g, initial_state``."""
+    from qed.ops import triton_backward, triton_forward
+
+    with _device(q):
+        q, k, v, a, grad_o = (triton_forward.rows(x) for x in (q, k, v, a, grad_o))
+        problem, plan = triton_forward.describe(q, k, v, a, cu_seqlens)
+        return triton_backward.backward(
+            q, k, v, a, triton_forward.decay_rows(g), initial_state.contiguous(), cu_seqlens,
+            starts, transition, grad_o, grad_final.contiguous(), problem, plan,
+        )  # fmt: skip
+
+
+@backward_op.register_fake
+def _(q, k, v, a, g, initial_state, *_rest):  # type: ignore[no-untyped-def]
+    return (
+        *(x.new_empty(x.shape) for x in (q, k, v, a)),
+        g.new_empty(g.shape, dtype=torch.float32),
+        initial_state.new_empty(initial_state.shape),
+    )
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs, output[2], output[3])
+
+
+def _backward(ctx, grad_o, grad_final, *_internal):  # type: ignore[no-untyped-def]
+    q, k, v, a, g, initial_state, cu_seqlens, starts, transition = ctx.saved_tensors
+    if grad_o is None:
+        grad_o = torch.zeros_like(v)
+    if grad_final is None:
+        grad_final = torch.zeros_like(initial_state)
+    *results, grad_g, grad_state = backward_op(
+        q, k, v, a, g, initial_state, cu_seqlens, starts, transition, grad_o, grad_final
+    )
+    return *results, grad_g.to(g.dtype), grad_state, None
+
+
+forward_op.register_autograd(_backward, setup_context=_save)
+
+
+def gated_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The recurrence on Triton kernels. Under autocast q, k, v and a take its dtype; g and the state stay float32."""
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v, a = (x.to(dtype) for x in (q, k, v, a))
+    o, final_state, _, _ = forward_op(q, k, v, a, g, initial_state, cu_seqlens)
+    return o, final_state
+
+
+def _device(x: Tensor):  # type: ignore[no-untyped-def]
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

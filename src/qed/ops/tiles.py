@@ -1,0 +1,62 @@
+"""Frozen tile choices of the Triton kernels: nothing is tuned at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Tokens of one chunk (one inverse), and of one block (one stored state in the backward).
+CHUNK = 16
+BLOCK = 64
+# Longer than any sequence.
+UNSPLIT = 1 << 30
+# A split sequence's shortest segment, and the programs that one split aims at.
+MIN_SEGMENT = 1024
+PROGRAMS = 192
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How one call is cut up. ``operand`` is the dtype of products' operands, ``precision`` and ``exact`` Triton's
+    ``input_precision`` for them and for the inverse and the joined states; rows are of V, channels of K."""
+
+    operand: torch.dtype
+    precision: str
+    exact: str
+    prepare_warps: int = 2
+    walk_rows: int = 64
+    walk_warps: int = 4
+    walk_stages: int = 3
+    reverse_rows: int = 64
+    reverse_warps: int = 4
+    reverse_stages: int = 2
+    gradient_channels: int = 64
+    gradient_warps: int = 4
+    gradient_stages: int = 1
+    join_rows: int = 16
+    join_channels: int = 64
+    join_warps: int = 4
+
+
+def plan_for(dtype: torch.dtype, K: int, V: int) -> Plan:
+    if dtype is torch.bfloat16:
+        return Plan(torch.bfloat16, "tf32", "tf32x3")
+    if dtype is torch.float16:
+        return Plan(torch.float32, "tf32", "tf32x3", walk_stages=1, reverse_stages=1)
+    return Plan(torch.float32, "tf32x3", "tf32x3", walk_stages=1, reverse_stages=1)
+
+
+def segment_length(num_docs: int, length: int, num_heads: int, V: int, *, packed: bool) -> int:
+    """Tokens that one program walks: ``UNSPLIT``, or a power of two where batch x heads would leave the chip idle.
+
+    A pure function of the call's sizes, so that shapes are known without a device. Packed, documents' lengths are not
+    known here: one long document is assumed, and shorter ones than a segment cost nothing.
+    """
+    streams = (1 if packed else num_docs) * num_heads * -(-V // 64)
+    if streams >= 64 or length < 2 * MIN_SEGMENT:
+        return UNSPLIT
+    segment = MIN_SEGMENT
+    while 2 * segment * PROGRAMS <= length * streams:
+        segment *= 2
+    return segment

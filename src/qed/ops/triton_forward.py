@@ -1,0 +1,442 @@
+"""Forward kernels of the gated delta rule; the derivation is in docs/kernels.md.
+
+``prepare`` is parallel over chunks of 16 tokens and writes what the recurrence over chunks needs; ``walk`` carries the
+state over the chunks of a segment; ``join`` hands the state from segment to segment when a sequence is split.
+
+Names: K key and V value width, C tokens of a chunk, i_ index, o_ offsets, m_ mask, b_ block. Chunk operands lie head by
+head, ``[H, B*T, .]``, states as ``[., H, V, K]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from qed.ops.tiles import CHUNK, Plan, plan_for, segment_length
+
+C = tl.constexpr(CHUNK)
+# Base-2 exponents: a factor reaches at most 2**LIMIT; 2**-FLOOR is zero.
+LIMIT = tl.constexpr(80.0)
+FLOOR = tl.constexpr(160.0)
+
+
+@triton.jit
+def locate(i_unit, cu, T, N, SEARCH, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """Document ``n``, its bounds and the first token of unit ``i_unit``; units (UNIT tokens) never cross documents.
+
+    Packed, document n owns units from ``cu[n] // UNIT + n`` on: distinct for all documents, with gaps that hold no token.
+    """
+    if PACKED:
+        n = 0
+        top = N
+        for _ in range(SEARCH):
+            middle = (n + top) // 2
+            below = (tl.load(cu + middle).to(tl.int32) // UNIT + middle) <= i_unit
+            n = tl.where(below, middle, n)
+            top = tl.where(below, top, middle)
+        begin = tl.load(cu + n).to(tl.int64)
+        end = tl.load(cu + n + 1).to(tl.int64)
+        start = begin + (i_unit - (begin // UNIT + n)).to(tl.int64) * UNIT
+    else:
+        units = tl.cdiv(T, UNIT)
+        n = i_unit // units
+        begin = n.to(tl.int64) * T
+        end = begin + T
+        start = begin + (i_unit - n * units).to(tl.int64) * UNIT
+    return n, begin, end, start
+
+
+@triton.jit
+def first_unit(n, begin, T, UNIT: tl.constexpr, PACKED: tl.constexpr):
+    """Index of a document's first unit."""
+    unit = begin // UNIT + n if PACKED else n.to(tl.int64) * tl.cdiv(T, UNIT)
+    return unit
+
+
+@triton.jit
+def log2_decay(g):
+    """Log-decay in base 2; what underflows anyway (-inf too) stays finite, so that sums and differences are defined."""
+    return tl.maximum(g.to(tl.float32) * 1.4426950408889634, -FLOOR)
+
+
+@triton.jit
+def level_decay(g, i, LEVEL, COLUMNS: tl.constexpr):
+    """Decays between neighbouring blocks of ``1 << LEVEL`` tokens, from ``g`` in base 2: ``[C, BK]``, or ``[BK, C]``
+    where tokens are COLUMNS.
+
+    In the second block of a pair since the block began, in the first until it ends: their product is the decay from
+    one token to the other, and neither factor is above one.
+    """
+    r, c = i[:, None], i[None, :]
+    second = (r >> LEVEL) & 1 == 1
+    m = ((r >> LEVEL) == (c >> LEVEL)) & ((second & (c <= r)) | ((second == 0) & (c > r)))
+    m = m.to(tl.float32)
+    if COLUMNS:
+        x = tl.dot(g, tl.trans(m), input_precision="tf32x3")
+    else:
+        x = tl.dot(m, g, input_precision="tf32x3")
+    return tl.exp2(x)
+
+
+@triton.jit
+def level_pairs(i, LEVEL):
+    """``[C, C]``: row in the second, column in the first of two neighbouring blocks of ``1 << LEVEL`` tokens."""
+    r, c = i[:, None], i[None, :]
+    return ((r >> LEVEL) & 1 == 1) & ((c >> LEVEL) == (r >> LEVEL) - 1)
+
+
+@triton.jit
+def prepare_kernel(
+    q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, T, N, SEARCH, TOKENS,
+    sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h,
+    H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, sg_k: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, INVERSE: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one head: decayed rows and columns, the chunk's inverse and everything it multiplies."""
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_c = pid // H
+    _, _, end, start = locate(i_c, cu, T, N, SEARCH, C, PACKED)
+    if start >= end:
+        return
+    i = tl.arange(0, C)
+    o_c = tl.arange(0, BK)
+    m_t = (i < end - start)[:, None]
+    m = m_t & (o_c < K)[None, :]
+    r, c = i[:, None], i[None, :]
+    at = r * K + o_c[None, :]
+    p_q = q + start * sq_t + i_h * sq_h + r * sq_t + o_c[None, :]
+    p_k = k + start * sk_t + i_h * sk_h + r * sk_t + o_c[None, :]
+    p_a = a + start * sa_t + i_h * sa_h + r * sa_t + o_c[None, :]
+    p_g = g + start * sg_t + i_h * sg_h + r * sg_t + (o_c * sg_k)[None, :]
+    first = i_h.to(tl.int64) * TOKENS + start
+
+    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
+    b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
+    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
+    b_s = tl.cumsum(b_g, 0)
+    total = tl.sum(b_g, 0)
+    since = tl.exp2(b_s)
+    b_q = (b_q * since).to(DT)
+    b_a = (b_a * since).to(DT)
+    tl.store(o_q + first * K + at, b_q, mask=m)
+    tl.store(o_a + first * K + at, b_a, mask=m)
+    tl.store(o_d + (i_c.to(tl.int64) * H + i_h) * K + o_c, tl.exp2(total), mask=o_c < K)
+    columns = tl.trans((b_k * tl.exp2(tl.minimum(-b_s, LIMIT))).to(DT))
+    reads = tl.dot(b_q, columns, input_precision=PREC)
+    erases = tl.dot(b_a, columns, input_precision=PREC)
+    b_k = (b_k * tl.exp2(total[None, :] - b_s)).to(DT)
+    if tl.min(total, 0) < -LIMIT:
+        # Rows whose decay since the chunk began is out of the range of one factor; a fact of their past alone
+        far = (tl.min(b_s, 1) < -LIMIT)[:, None]
+        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+        x_k = tl.load(p_k, mask=m, other=0.0)
+        x_q = tl.load(p_q, mask=m, other=0.0)
+        x_a = tl.load(p_a, mask=m, other=0.0)
+        far_reads = tl.where(r == c, tl.dot(x_q.to(DT), tl.trans(x_k).to(DT), input_precision=PREC), 0.0)
+        far_erases = tl.zeros([C, C], tl.float32)
+        for LEVEL in range(4):
+            b_e = level_decay(b_g, i, LEVEL, False)
+            pairs = level_pairs(i, LEVEL)
+            columns = tl.trans((x_k * b_e).to(DT))
+            far_reads = tl.where(pairs, tl.dot((x_q * b_e).to(DT), columns, input_precision=PREC), far_reads)
+            far_erases = tl.where(pairs, tl.dot((x_a * b_e).to(DT), columns, input_precision=PREC), far_erases)
+        reads = tl.where(far, far_reads, reads)
+        erases = tl.where(far, far_erases, erases)
+        until = tl.dot((c > r).to(tl.float32), b_g, input_precision="tf32x3")
+        b_k = (x_k * tl.exp2(until)).to(DT)
+    reads = tl.where(r >= c, reads, 0.0)
+    erases = tl.where(r > c, erases, 0.0)
+    # Blocks of 1, 2, 4, 8 tokens merge in pairs: (D + L)^-1 = D^-1 - D^-1 L D^-1, exact since L D^-1 L = 0
+    inverse = tl.where(r == c, 1.0, 0.0) - tl.where(level_pairs(i, 0), erases, 0.0)
+    for LEVEL in tl.static_range(1, 4):
+        right = tl.dot(tl.where(level_pairs(i, LEVEL), erases, 0.0), inverse, input_precision=EXACT)
+        inverse -= tl.dot(inverse, right, input_precision=EXACT)
+    b_k = tl.dot(tl.trans(inverse).to(DT), b_k, input_precision=PREC)
+    reads = tl.dot(reads.to(DT), inverse.to(DT), input_precision=PREC)
+    tl.store(o_k + first * K + at, b_k.to(DT), mask=m)
+    tl.store(o_m + first * C + r * C + c, reads.to(DT), mask=m_t)
+    if INVERSE:
+        tl.store(o_t + first * C + r * C + c, inverse.to(DT), mask=m_t)
+
+
+@triton.jit
+def walk_kernel(
+    v, p_q, p_a, p_k, p_m, p_t, p_d, initial, o, states, residual, final, cu, T, N, SEARCH, TOKENS,
+    sv_t, sv_h, si_v, si_k,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
+    SEGMENT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, PHASE: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """BV rows of the transposed state over one segment.
+
+    PHASE "whole": from the given state, writes o and the final state. "first": from zero, with K more rows that start
+    as the identity and so end as the segment's transition. "states": from the given state, writes the state before
+    each 64 tokens and the residuals. SEGMENT: the given states belong to segments, not documents.
+    """
+    NV: tl.constexpr = (V + BV - 1) // BV
+    NR: tl.constexpr = NV + (K + BV - 1) // BV if PHASE == "first" else NV
+    pid = tl.program_id(0)
+    i_v = pid % NR
+    i_h = (pid // NR) % H
+    i_s = pid // (NR * H)
+    n, begin, end, start = locate(i_s, cu, T, N, SEARCH, UNIT, PACKED)
+    if start >= end:
+        return
+    stop = tl.minimum(start + UNIT, end)
+    if PHASE == "first":
+        if stop - start == end - begin:
+            return
+    i = tl.arange(0, C)
+    o_c = tl.arange(0, BK)
+    o_v = i_v * BV + tl.arange(0, BV)
+    m_c = (o_c < K)[None, :]
+    m_v = (o_v < V)[:, None]
+    head = i_h.to(tl.int64) * TOKENS + start
+    if PHASE == "first":
+        b_s = tl.where((o_v - NV * BV)[:, None] == o_c[None, :], 1.0, 0.0)
+    else:
+        i_i = i_s if SEGMENT else n
+        p_i = initial + (i_i.to(tl.int64) * H + i_h) * K * V + o_v[:, None] * si_v + o_c[None, :] * si_k
+        b_s = tl.load(p_i, mask=m_v & m_c, other=0.0).to(tl.float32)
+    i_d = first_unit(n, begin, T, C, PACKED) + (start - begin) // C
+    i_b = first_unit(n, begin, T, 64, PACKED) + (start - begin) // 64
+    at = i[:, None] * K + o_c[None, :]
+    size = (stop - start).to(tl.int32)
+    for i_c in tl.range(0, tl.cdiv(size, C), num_stages=STAGES):
+        m_t = i < size - i_c * C
+        m = m_t[:, None] & m_c
+        m_vt = m_v & m_t[None, :]
+        token = start + i_c * C
+        base = head + i_c * C
+        b_a = tl.load(p_a + base * K + at, mask=m, other=0.0)
+        b_k = tl.load(p_k + base * K + at, mask=m, other=0.0)
+        b_d = tl.load(p_d + ((i_d + i_c) * H + i_h) * K + o_c, mask=o_c < K, other=0.0)
+        p_v = v + token * sv_t + i_h * sv_h + i[None, :] * sv_t + o_v[:, None]
+        b_v = tl.load(p_v, mask=m_vt, other=0.0).to(tl.float32)
+        b_x = b_s.to(DT)
+        if PHASE == "states":
+            if i_c % 4 == 0:
+                p_s = states + (((i_b + i_c // 4) * H + i_h) * V + o_v[:, None]) * K + o_c[None, :]
+                tl.store(p_s, b_x, mask=m_v & m_c)
+        b_r = (b_v - tl.dot(b_x, tl.trans(b_a), input_precision=PREC)).to(DT)
+        if PHASE == "whole":
+            b_q = tl.load(p_q + base * K + at, mask=m, other=0.0)
+            b_m = tl.load(p_m + base * C + i[:, None] * C + i[None, :], mask=m_t[:, None], other=0.0)
+            b_o = tl.dot(b_x, tl.trans(b_q), input_precision=PREC)
+            b_o = tl.dot(b_r, tl.trans(b_m), b_o, input_precision=PREC)
+            p_o = o + (token * H + i_h) * V + i[None, :] * (H * V) + o_v[:, None]
+            tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_vt)
+        if PHASE == "states":
+            b_t = tl.load(p_t + base * C + i[:, None] * C + i[None, :], mask=m_t[:, None], other=0.0)
+            b_w = tl.dot(b_r, tl.trans(b_t), input_precision=PREC)
+            tl.store(residual + base * V + i[None, :] * V + o_v[:, None], b_w.to(DT), mask=m_vt)
+        b_s = tl.dot(b_r, b_k, b_s * b_d[None, :], input_precision=PREC)
+    if PHASE == "first":
+        if i_v < NV:
+            p_f = final + ((i_s.to(tl.int64) * H + i_h) * V + o_v[:, None]) * K + o_c[None, :]
+            tl.store(p_f, b_s, mask=m_v & m_c)
+        else:
+            o_r = o_v - NV * BV
+            p_f = states + ((i_s.to(tl.int64) * H + i_h) * K + o_r[:, None]) * K + o_c[None, :]
+            tl.store(p_f, b_s, mask=(o_r < K)[:, None] & m_c)
+    if PHASE == "whole":
+        if stop == end:
+            p_f = final + (n.to(tl.int64) * H + i_h) * K * V + o_v[:, None] + o_c[None, :] * V
+            tl.store(p_f, b_s, mask=m_v & m_c)
+
+
+@triton.jit
+def join_kernel(
+    outer, moved, transition, inner, cu, T, N, TOKENS, so_v, so_k,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    UNIT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """BR rows of one document's state from segment to segment: ``state @ transition + moved``.
+
+    ``inner`` receives the state each segment starts from; in reverse, its gradient at each segment's end.
+    """
+    NR: tl.constexpr = (V + BR - 1) // BR
+    pid = tl.program_id(0)
+    i_r = pid % NR
+    i_h = (pid // NR) % H
+    n = pid // (NR * H)
+    if PACKED:
+        begin = tl.load(cu + n).to(tl.int64)
+        end = tl.load(cu + n + 1).to(tl.int64)
+    else:
+        begin = n.to(tl.int64) * T
+        end = begin + T
+    count = tl.cdiv((end - begin).to(tl.int32), UNIT)
+    i_s = first_unit(n, begin, T, UNIT, PACKED)
+    step = 1
+    if REVERSE:
+        i_s += count - 1
+        step = -1
+    o_c = tl.arange(0, BK)
+    o_r = i_r * BR + tl.arange(0, BR)
+    o_b = tl.arange(0, BC)
+    m = (o_r < V)[:, None] & (o_c < K)[None, :]
+    p = outer + (n.to(tl.int64) * H + i_h) * K * V + o_r[:, None] * so_v + o_c[None, :] * so_k
+    b_s = tl.load(p, mask=m, other=0.0).to(tl.float32)
+    for _ in range(count - 1):
+        at = (i_s * H + i_h) * V * K
+        tl.store(inner + at + o_r[:, None] * K + o_c[None, :], b_s, mask=m)
+        tl.debug_barrier()
+        b_s = tl.load(moved + at + o_r[:, None] * K + o_c[None, :], mask=m, other=0.0)
+        for i_b in range(0, tl.cdiv(K, BC)):
+            o_x = i_b * BC + o_b
+            m_x = (o_r < V)[:, None] & (o_x < K)[None, :]
+            b_x = tl.load(inner + at + o_r[:, None] * K + o_x[None, :], mask=m_x, other=0.0)
+            p_w = transition + (i_s * H + i_h) * K * K
+            if REVERSE:
+                p_w += o_c[None, :] * K + o_x[:, None]
+            else:
+                p_w += o_x[:, None] * K + o_c[None, :]
+            b_w = tl.load(p_w, mask=(o_x < K)[:, None] & (o_c < K)[None, :], other=0.0)
+            b_s = tl.dot(b_x, b_w, b_s, input_precision=PREC)
+        i_s += step
+    tl.store(inner + (i_s * H + i_h) * V * K + o_r[:, None] * K + o_c[None, :], b_s, mask=m)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of one call; ``num_docs`` documents of ``length`` tokens, or packed into ``length`` tokens."""
+
+    num_docs: int
+    length: int
+    num_heads: int
+    K: int
+    V: int
+    tokens: int
+    packed: bool
+    segment: int
+
+    def units(self, size: int) -> int:
+        """Units of ``size`` tokens, none of which crosses documents (an upper bound when packed)."""
+        return self.length // size + self.num_docs if self.packed else self.num_docs * triton.cdiv(self.length, size)
+
+    @property
+    def split(self) -> bool:
+        return self.segment < self.length
+
+    @property
+    def search(self) -> int:
+        """Bisections that find a document."""
+        return self.num_docs.bit_length()
+
+
+def describe(q: Tensor, k: Tensor, v: Tensor, a: Tensor, cu: Tensor | None) -> tuple[Problem, Plan]:
+    """Sizes and tiles of one call; functions of shapes, dtypes and the card alone."""
+    B, T, H, K = q.shape
+    V = v.shape[3]
+    packed = cu is not None
+    num_docs = cu.numel() - 1 if cu is not None else B
+    segment = segment_length(num_docs, T, H, V, packed=packed)
+    dtype = q.dtype
+    for x in (k, v, a):
+        dtype = torch.promote_types(dtype, x.dtype)
+    return Problem(num_docs, T, H, K, V, B * T, packed, segment), plan_for(dtype, K, V)
+
+
+def rows(x: Tensor) -> Tensor:
+    """``x`` if a token's stride is one number for the whole batch and its channels are dense or equal, else a copy."""
+    uniform = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
+    return x if uniform and x.stride(-1) == 1 else x.contiguous()
+
+
+def decay_rows(g: Tensor) -> Tensor:
+    """Like :func:`rows`, with one decay for all channels left as it is."""
+    uniform = g.shape[0] == 1 or g.stride(0) == g.shape[1] * g.stride(1)
+    return g if uniform and g.stride(-1) in (0, 1) else g.contiguous()
+
+
+def width(size: int) -> int:
+    """A tile's width for ``size`` channels."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def precision(plan: Plan) -> dict:
+    """Kernel arguments that say how products are formed."""
+    return {"DT": tl.bfloat16 if plan.operand is torch.bfloat16 else tl.float32, "PREC": plan.precision}
+
+
+def prepare(
+    q: Tensor, k: Tensor, a: Tensor, g: Tensor, cu: Tensor | None, problem: Problem, plan: Plan, *, inverse: bool
+) -> tuple[Tensor, ...]:
+    """Chunk operands ``(q, a, k, reads, inverse, decay)``."""
+    H, K, tokens = problem.num_heads, problem.K, problem.tokens
+    o_q, o_a, o_k = (q.new_empty(H, tokens, K, dtype=plan.operand) for _ in range(3))
+    o_m = q.new_empty(H, tokens, CHUNK, dtype=plan.operand)
+    o_t = torch.empty_like(o_m) if inverse else o_m
+    num_chunks = problem.units(CHUNK)
+    o_d = q.new_empty(num_chunks, H, K, dtype=torch.float32)
+    prepare_kernel[(num_chunks * H,)](
+        q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, problem.length, problem.num_docs, problem.search, tokens,
+        q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
+        H=H, K=K, BK=width(K), sg_k=g.stride(3), EXACT=plan.exact, PACKED=problem.packed,
+        INVERSE=inverse, num_warps=plan.prepare_warps, **precision(plan),
+    )  # fmt: skip
+    return o_q, o_a, o_k, o_m, o_t, o_d
+
+
+def walk(
+    phase: str, v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor, outputs: tuple[Tensor | None, ...],
+    cu: Tensor | None, problem: Problem, plan: Plan, *, by_segment: bool,
+) -> None:  # fmt: skip
+    """Run ``walk_kernel``; ``outputs`` are its ``(o, states, residual, final)``."""
+    p_q, p_a, p_k, p_m, p_t, p_d = chunks
+    o, states, residual, final = outputs
+    H, K, V = problem.num_heads, problem.K, problem.V
+    BK, BV = width(K), min(plan.walk_rows, width(V))
+    blocks = triton.cdiv(V, BV) + (triton.cdiv(K, BV) if phase == "first" else 0)
+    # by segment, states are [., H, V, K]; a caller's are [., H, K, V]
+    si_v, si_k = (K, 1) if by_segment else (1, V)
+    walk_kernel[(problem.units(problem.segment) * H * blocks,)](
+        v, p_q, p_a, p_k, p_m, p_t, p_d, initial, o, states, residual, final, cu,
+        problem.length, problem.num_docs, problem.search, problem.tokens,
+        v.stride(1), v.stride(2), si_v, si_k,
+        H=H, K=K, V=V, BK=BK, BV=BV, UNIT=problem.segment, SEGMENT=by_segment, PACKED=problem.packed, PHASE=phase,
+        STAGES=plan.walk_stages, num_warps=plan.walk_warps, **precision(plan),
+    )  # fmt: skip
+
+
+def join(
+    outer: Tensor, moved: Tensor, transition: Tensor, cu: Tensor | None, problem: Problem, plan: Plan, *, reverse: bool
+) -> Tensor:
+    """State that each segment starts from, or in reverse its gradient where each ends; ``[segments, H, V, K]``."""
+    H, K, V = problem.num_heads, problem.K, problem.V
+    inner = torch.empty_like(moved)
+    BR = min(plan.join_rows, width(V))
+    BK = width(K)
+    join_kernel[(problem.num_docs * H * triton.cdiv(V, BR),)](
+        outer, moved, transition, inner, cu, problem.length, problem.num_docs, problem.tokens, 1, V,
+        H=H, K=K, V=V, BK=BK, BR=BR, BC=min(BK, plan.join_channels), UNIT=problem.segment, PREC=plan.exact,
+        PACKED=problem.packed, REVERSE=reverse, num_warps=plan.join_warps,
+    )  # fmt: skip
+    return inner
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial: Tensor, cu: Tensor | None, problem: Problem, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``o``, ``final_state``, and where the sequence is split the segments' start states and transitions."""
+    H, K, V = problem.num_heads, problem.K, problem.V
+    chunks = prepare(q, k, a, g, cu, problem, plan, inverse=False)
+    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    final = torch.empty_like(initial)
+    starts, transition = q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
+    if problem.split:
+        segments = problem.units(problem.segment)
+        transition = q.new_empty(segments, H, K, K, dtype=torch.float32)
+        moved = q.new_empty(segments, H, V, K, dtype=torch.float32)
+        walk("first", v, chunks, initial, (None, transition, None, moved), cu, problem, plan, by_segment=False)
+        starts = join(initial, moved, transition, cu, problem, plan, reverse=False)
+    source = starts if problem.split else initial
+    walk("whole", v, chunks, source, (o, None, None, final), cu, problem, plan, by_segment=problem.split)
+    return o, final, starts, transition
