@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -37,13 +38,25 @@ ARMS: dict[str, Arm] = {
 def get_arm(name: str) -> Arm:
     """Look an arm up by name; a wrong name is a ``ValueError`` that names the nearest right one."""
     if name not in ARMS:
-        nearest = difflib.get_close_matches(name, ARMS, n=1, cutoff=0)
-        raise ValueError(f"unknown arm {name!r}; did you mean {nearest[0]!r}? Arms: {', '.join(ARMS)}")
+        raise ValueError(unknown("arm", name, ARMS))
     return ARMS[name]
 
 
+def unknown(what: str, given: str, allowed: Iterable[str]) -> str:
+    """The message for a wrong name; :mod:`qed.config` has its own, for ops imports nothing else of ours."""
+    names = list(allowed)
+    guess = difflib.get_close_matches(given, names, n=1, cutoff=0)[0]
+    return f"unknown {what} {given!r}; did you mean {guess!r}? One of: {', '.join(names)}"
+
+
 def erase_vector(
-    q: Tensor, k: Tensor, b: Tensor, strength: Tensor | float, *, arm: str = "qed", random_direction: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    b: Tensor,
+    strength: Tensor | float,
+    *,
+    arm: str = "qed",
+    random_direction: Tensor | None = None,
 ) -> Tensor:
     """Erase vector ``a = b * k + strength * P(b * q)`` and its ablations (paper section 2).
 
@@ -64,7 +77,9 @@ def erase_vector(
     """
     switches = get_arm(arm)
     if not q.shape == k.shape == b.shape:
-        raise ValueError(f"q, k and b must share one shape [..., H, K]; got {list(q.shape)}, {list(k.shape)}, {list(b.shape)}")
+        raise ValueError(
+            f"q, k and b must share one shape [..., H, K]; got {list(q.shape)}, {list(k.shape)}, {list(b.shape)}"
+        )
     base = b * k
     if switches.direction == "none":
         return base

@@ -66,7 +66,8 @@ class _Chunked(torch.autograd.Function):
         saved = ctx.saved_tensors
         inputs, rest = saved[:5], saved[5:]
         kept = [_Kept(*rest[i : i + 4]) for i in range(0, len(rest), 4)]
-        gradients, d_state = _backward(inputs, d_o, d_state, ctx.plan, kept, decay_too=ctx.needs_input_grad[4])
+        with torch.autocast(d_o.device.type, enabled=False):
+            gradients, d_state = _backward(inputs, d_o, d_state, ctx.plan, kept, decay_too=ctx.needs_input_grad[4])
         return (*gradients, d_state, None)
 
 
@@ -101,7 +102,7 @@ class _Plan(NamedTuple):
     packing: _Packing | None
 
     def grids(self, x_BTHD: Tensor) -> list[Tensor]:
-        """Views ``[rows, width, tokens, H, D]``, one a part, copies when packed; the last may lack tokens of a chunk."""
+        """Views ``[rows, width, tokens, H, D]``, one a part, copies when packed; the last may lack tokens."""
         if self.packing is None:
             return [
                 x_BTHD[:, part.start : part.stop].unflatten(1, (len(part.offsets) - 1, -1)).transpose(0, 1)
