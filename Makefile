@@ -1,5 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
+# Transformers 5.17 with what it needs that the newest does not.
+OLDEST := transformers==5.17.0 'huggingface-hub<2' httpx httpcore h11 anyio certifi idna
 
 .PHONY: reproduce test lint test-oldest bench clean
 
@@ -16,7 +18,7 @@ lint: .venv/ready
 
 # The model's tests again on the oldest Transformers that pyproject.toml admits, laid over the same environment.
 test-oldest: .venv/ready
-	test -d .venv/oldest || $(BIN)/pip install -q --no-deps --target .venv/oldest transformers==5.17.0
+	test -d .venv/oldest || $(BIN)/pip install -q --no-deps --target .venv/oldest $(OLDEST)
 	PYTHONPATH=.venv/oldest $(BIN)/python -m pytest tests/model
 
 bench: .venv/ready

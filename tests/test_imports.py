@@ -12,7 +12,7 @@ SHARED = {"records", "config", "statistics"}
 ALLOWED = {
     "ops": set(),
     "bench": SHARED | {"ops"},
-    "model": {"ops"},
+    "model": {"config", "ops"},
     "data": SHARED,
     "train": SHARED | {"data", "model", "ops"},
     "evals": SHARED | {"data", "model", "ops"},
