@@ -62,8 +62,8 @@ def test_rows_too_short_for_a_needle(documents):
 @pytest.mark.parametrize("boundaries", ["concatenate", "reset"])
 def test_stream_is_cut_without_loss(boundaries):
     tokens = np.arange(1000, 1100, dtype=np.uint16)
-    starts = np.array([0, 10, 37, 64, 65, 90])
-    rows = StreamRows(tokens, starts, row_length=32, boundaries=boundaries)
+    tokens[[0, 10, 37, 64, 65, 90]] = 1
+    rows = StreamRows(tokens, separator=1, row_length=32, boundaries=boundaries)
     assert len(rows) == 3
     assert np.array_equal(np.concatenate([rows[index]["input_ids"] for index in range(3)]), tokens[:96])
     if boundaries == "reset":
@@ -77,4 +77,4 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="did you mean 'reset'"):
         make_row(np.zeros(4, dtype=np.int64), [0], "rest")
     with pytest.raises(ValueError, match="do not fill one row"):
-        StreamRows(np.zeros(4), np.zeros(1), row_length=8)
+        StreamRows(np.zeros(4), separator=1, row_length=8)

@@ -7,7 +7,7 @@ in training is one integer. Nothing here needs torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -80,18 +80,26 @@ class GeneratedRows:
         return row
 
 
-class StreamRows:
-    """Rows cut one after the other from a stream of documents; what is left at the end is not used.
+class Stream(Protocol):
+    """Token ids of many documents end to end: an array, or anything that has a length and can be sliced."""
 
-    ``tokens``: the stream, any integer dtype, memory-mapped or not; ``starts``: rising offsets of its documents.
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice) -> np.ndarray: ...
+
+
+class StreamRows:
+    """Rows cut one after the other from a stream; what is left at the end is not used.
+
+    ``separator``: the token that every document begins with, and that stands nowhere else.
     """
 
     def __init__(
-        self, tokens: np.ndarray, starts: np.ndarray, *, row_length: int, boundaries: Boundaries = "concatenate"
+        self, tokens: Stream, *, separator: int, row_length: int, boundaries: Boundaries = "concatenate"
     ) -> None:
         if len(tokens) < row_length:
             raise ValueError(f"{len(tokens)} tokens do not fill one row of {row_length}")
-        self.tokens, self.starts, self.row_length = tokens, starts, row_length
+        self.tokens, self.separator, self.row_length = tokens, separator, row_length
         self.boundaries: Boundaries = boundaries
 
     def __len__(self) -> int:
@@ -100,6 +108,5 @@ class StreamRows:
     def __getitem__(self, index: int) -> Row:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        first = index * self.row_length
-        inside = self.starts[slice(*np.searchsorted(self.starts, [first, first + self.row_length]))]
-        return make_row(self.tokens[first : first + self.row_length], inside - first, self.boundaries)
+        tokens = self.tokens[index * self.row_length : (index + 1) * self.row_length]
+        return make_row(tokens, np.flatnonzero(tokens == self.separator), self.boundaries)

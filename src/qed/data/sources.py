@@ -100,7 +100,8 @@ def _field(row: Any, name: str, where: str) -> str:
         return ""
     if not isinstance(row[name], str):
         raise ValueError(f"{where}: field {name!r} must be text; got {type(row[name]).__name__}")
-    return row[name]
+    # JSON can spell half a surrogate pair, which is no text in UTF-8
+    return row[name].encode("utf-8", "replace").decode()
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[str]:

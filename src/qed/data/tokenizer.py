@@ -1,25 +1,32 @@
-"""A small byte-level BPE tokenizer, trained on the embedded corpus."""
+"""A small byte-level BPE tokenizer, trained on the embedded corpus; and public ones by name."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+MISTRAL_V1 = "mistral-v1"
 # words and marks take the space before them; digits come in groups of up to three, as in several public tokenizers
 _SPLIT = r"{digits}\p{{N}}{{1,3}}| ?\p{{L}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """``vocab_size``: all tokens (fewer if the texts have no more pairs to merge), among them 3 special ones, 256 bytes and every group of 2 or 3 digits (1,100).
+    """Size of the tokenizer and its way with numbers.
 
+    ``vocab_size``: all tokens, among them 3 special ones, 256 bytes and every group of 2 or 3 digits (1,100); fewer
+    come out if the texts have no more pairs to merge.
     ``space_joins_digits``: a number takes the space before it into its first group (another 1,110 tokens), so that a
     value after " is" has one token less.
     """
@@ -65,6 +72,41 @@ def train_tokenizer(texts: Iterable[str], config: TokenizerConfig | None = None)
     for group in groups:
         vocabulary[group] = len(vocabulary)
     return _wrap(tokenizers.Tokenizer.from_str(json.dumps(state)))
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerFast:
+    """A tokenizer by hub id or local folder, or ``MISTRAL_V1``: 32,000 tokens, read from the installed mistral-common.
+
+    Raises ``ValueError`` when it can't be loaded or is not of the ``tokenizers`` library; runs no code from the hub.
+    """
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = _unpack_mistral(Path(folder)) if name == MISTRAL_V1 else name
+            tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError, ImportError) as error:
+            raise ValueError(
+                f"can't load the tokenizer {name!r}: {error}\nGive a hub id or a folder; without the hub, "
+                f"{MISTRAL_V1!r} after `pip install mistral-common sentencepiece protobuf`"
+            ) from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise ValueError(f"the tokenizer {name!r} must be a fast one, of the tokenizers library")
+    return tokenizer
+
+
+def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
+    """SHA-256 of everything that decides how text becomes tokens."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def _unpack_mistral(folder: Path) -> str:
+    model = resources.files("mistral_common") / "data" / "tokenizer.model.v1"
+    (folder / "tokenizer.model").write_bytes(model.read_bytes())
+    # as Llama-2's: one BOS in front, no EOS
+    settings = {"tokenizer_class": "LlamaTokenizer", "bos_token": BOS, "eos_token": EOS, "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True, "legacy": False}))
+    return str(folder)
 
 
 def _digit_groups(space: bool) -> list[str]:
