@@ -49,7 +49,7 @@ def claims_table(needle: Needle, comparable: bool) -> dict[str, Any]:
         caption=f"{setting} Supported or contradicted only where a 95 % interval over at least {MIN_SEEDS} seeds, or "
         f"an "
         "exact paired test in every swept model, says so. Pairs with a model that never learned the task are left out: "
-        "they say nothing about extrapolation.",
+        "they say nothing about extrapolation. Intervals are not corrected for the number of claims.",
     )
 
 

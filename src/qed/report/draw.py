@@ -69,12 +69,12 @@ def palette() -> dict[str, tuple[str, str]]:
 def draw(spec: dict[str, Any], name: str) -> tuple[str, bytes]:
     """One figure as SVG text and PNG bytes."""
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": name}):
-        figure = Figure(figsize=(6.2, 3.8), layout="constrained")
+        figure = Figure(figsize=(5.8, 3.6), layout="constrained")
         axes = figure.add_subplot()
         _axes(axes, spec)
         runs = [series for series in spec["series"] if series["role"] == "run"]
         for series in spec["series"]:
-            _series(axes, series | {"x": dodged(series, runs, spec["x"]["scale"])})
+            _series(axes, series | {"x": dodged(series, runs, spec["x"]["scale"])}, spec["crowded"])
         _marks(axes, spec["marks"])
         _legend(figure, spec["series"])
         svg, png = io.StringIO(), io.BytesIO()
@@ -114,7 +114,7 @@ def _axes(axes: Any, spec: dict[str, Any]) -> None:
             axis.set_minor_locator(NullLocator())
             if "tick_labels" in side:
                 axis.set_ticklabels(side["tick_labels"])
-        elif name == "x" and side["scale"] == "linear":
+        elif name == "x" and side["scale"] == "linear" and "range" not in side:
             axis.set_major_formatter(FuncFormatter(lambda value, _: text.count(value)))
         if "range" in side:
             getattr(axes, f"set_{name}lim")(*side["range"])
@@ -125,49 +125,41 @@ def _axes(axes: Any, spec: dict[str, Any]) -> None:
     axes.tick_params(length=3)
 
 
-def _series(axes: Any, series: dict[str, Any]) -> None:
+def _series(axes: Any, series: dict[str, Any], crowded: bool) -> None:
     shade, marker, role = colour(series["arm"]), MARKERS.get(series["arm"], "X"), series["role"]
-    dashes = "--" if series.get("faint") else "-"
-    if role == "mean":
-        axes.plot(series["x"], series["y"], color=shade, linewidth=2.6, marker=marker, markersize=6, zorder=5)
-    elif role == "paper":
-        axes.plot(
-            series["x"],
-            series["y"],
-            ":",
-            color=shade,
-            linewidth=1,
-            marker="D",
-            markersize=6,
-            markerfacecolor="none",
-            zorder=1,
-        )
-    elif role == "points":
-        axes.plot(series["x"], series["y"], "x" if series.get("faint") else marker, color=shade, markersize=6)
-    elif role == "curve":
-        axes.plot(series["x"], series["y"], color=shade, linewidth=1.1, alpha=0.85)
-    else:
-        axes.plot(
-            series["x"],
-            series["y"],
-            dashes,
-            color=shade,
-            linewidth=1.2,
-            marker=marker,
-            markersize=4,
-            alpha=0.8,
-            zorder=3,
-        )
-    if "low" in series:
-        thick = 1.4 if role == "mean" else 0.9
-        alpha = 1.0 if role == "mean" else 0.55
-        axes.vlines(series["x"], series["low"], series["high"], color=shade, linewidth=thick, alpha=alpha, zorder=2)
+    looks: dict[str, dict[str, Any]] = {
+        "mean": {"linewidth": 2.6, "marker": marker, "markersize": 6, "zorder": 5},
+        "paper": {
+            "linewidth": 1,
+            "linestyle": ":",
+            "marker": "D",
+            "markersize": 6,
+            "markerfacecolor": "none",
+            "zorder": 1,
+        },
+        "points": {"linestyle": "", "marker": "x" if series.get("faint") else marker, "markersize": 6},
+        "curve": {"linewidth": 1.1, "alpha": 0.85},
+        "run": {
+            "linewidth": 0.9 if crowded else 1.2,
+            "linestyle": "--" if series.get("faint") else "-",
+            "marker": "" if crowded else marker,
+            "markersize": 4,
+            "alpha": 0.4 if crowded else 0.8,
+            "zorder": 3,
+        },
+    }
+    axes.plot(series["x"], series["y"], color=shade, **looks[role])
+    if "low" in series and not (crowded and role == "run"):
+        mean = role == "mean"
+        width, alpha = (1.4, 1.0) if mean else (0.9, 0.55)
+        axes.vlines(series["x"], series["low"], series["high"], color=shade, linewidth=width, alpha=alpha, zorder=2)
 
 
 def _marks(axes: Any, marks: list[dict[str, Any]]) -> None:
     for mark in marks:
         if "x" in mark:
-            axes.axvline(mark["x"], color=PAGE_COLOURS["muted"][0], linewidth=1, linestyle=(0, (2, 2)), zorder=1)
+            style = "-" if mark.get("solid") else (0, (2, 2))
+            axes.axvline(mark["x"], color=PAGE_COLOURS["muted"][0], linewidth=1, linestyle=style, zorder=1)
             if not mark["label"]:
                 continue
             axes.annotate(

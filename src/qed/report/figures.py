@@ -12,6 +12,7 @@ from .runs import Run
 from .values import Needle, curve
 
 MEAN_FROM_SEEDS = 3
+CROWDED_FROM_RUNS = 13
 
 
 def figure(
@@ -27,11 +28,18 @@ def figure(
 
     ``x``, ``y``: ``label``, ``scale`` ("linear", "log", "category"), where fixed ``ticks``, ``tick_labels``, ``range``.
     ``series``: ``label``, ``arm``, ``seed`` (or ``None``), ``role`` ("run", "mean", "curve" or "paper"), ``x``, ``y``;
-    where known ``low``, ``high`` (ends of the interval) and ``faint`` (a run that never learned the task).
+    where known ``low``, ``high`` (ends of the interval), ``faint`` (a run that never learned the task) and ``hover``
+    (text for each point, where not its coordinates).
     ``marks``: vertical or horizontal reference lines, ``x`` or ``y`` with a ``label``.
     """
     series = [{**one, "arm_label": text.arm_label(one["arm"])} for one in series]
-    return {"title": title, "caption": caption, "x": x, "y": y, "series": series, "marks": marks or []}
+    spec = {"title": title, "caption": caption, "x": x, "y": y, "series": series, "marks": marks or []}
+    return spec | {"crowded": crowded(series)}
+
+
+def crowded(series: list[dict[str, Any]]) -> bool:
+    """Whether so many runs are drawn that each is a faint line without its intervals."""
+    return sum(one["role"] == "run" for one in series) >= CROWDED_FROM_RUNS
 
 
 def accuracy_figure(needle: Needle, task: str, paper: dict[str, Any] | None) -> dict[str, Any]:
@@ -79,6 +87,8 @@ def accuracy_figure(needle: Needle, task: str, paper: dict[str, Any] | None) -> 
     ticks = sorted({*lengths, *(paper["lengths"] if paper else [])})
     failed = [run.name for run in needle.runs if needle.learned(run) is False]
     caption = "Each line is one trained model; bars are 95 % Wilson intervals over examples. "
+    if crowded(series):
+        caption = "Each thin line is one trained model; its intervals are in the table. "
     if any(one["role"] == "mean" for one in series):
         caption += "Heavy lines are means over seeds. "
     if failed:
@@ -149,15 +159,15 @@ def difference_figure(
 
 
 def contrasts_figure(contrasts: dict[str, Any], paper: dict[str, Any] | None) -> dict[str, Any]:
-    """The paper's Figure 2 redrawn: each contrast at one length, one point a seed; ``paper``: its points, if "
+    """The paper's Figure 2 redrawn: each contrast at one length, a point a seed; ``paper``: its points, if "
     "comparable."""
     names = list(dict.fromkeys((row["arm"], row["base"]) for row in contrasts["rows"]))
     series: list[dict[str, Any]] = []
-    for position, (arm, base) in enumerate(names):
+    for position, (arm, base) in zip(range(len(names) - 1, -1, -1), names, strict=True):
         rows = [row for row in contrasts["rows"] if (row["arm"], row["base"]) == (arm, base)]
         label = contrast_label(arm, base)
         for index, row in enumerate(rows):
-            shift = 0.3 * ((index + 0.5) / len(rows) - 0.5)
+            shift = 0.4 * (0.5 - (index + 0.5) / len(rows))
             series.append(
                 {
                     "label": f"{label}, seed {row['seed']}",
@@ -166,9 +176,9 @@ def contrasts_figure(contrasts: dict[str, Any], paper: dict[str, Any] | None) ->
                     "seed": row["seed"],
                     "role": "points",
                     "faint": row["learned"] is False,
-                    "x": [position + shift],
-                    "y": [100 * row["difference"]],
-                    "at": [label],
+                    "x": [100 * row["difference"]],
+                    "y": [position + shift],
+                    "hover": [f"{text.points(row['difference'])} points"],
                 }
             )
         for value in (paper or {}).get(f"{arm.replace('-', '_')}-{base.replace('-', '_')}", []):
@@ -178,30 +188,31 @@ def contrasts_figure(contrasts: dict[str, Any], paper: dict[str, Any] | None) ->
                     "arm": arm,
                     "seed": None,
                     "role": "paper",
-                    "x": [position + 0.25],
-                    "y": [value],
-                    "at": [label],
+                    "x": [value],
+                    "y": [position - 0.3],
+                    "hover": [f"{text.points(value / 100)} points"],
                 }
             )
-    labels = [contrast_label(arm, base).replace(f" {text.MINUS} ", f"\n{text.MINUS} ") for arm, base in names]
-    caption = "Each point is one seed. Above zero the first-named arm answers more examples."
+    labels = [contrast_label(arm, base).replace(f" {text.MINUS} ", f"\n{text.MINUS} ") for arm, base in reversed(names)]
+    caption = "Each point is one seed. Right of zero the first-named arm answers more examples."
     if any(one.get("faint") for one in series):
         caption += " Crosses: one of the two models never learned the task."
     if paper:
         caption += " Open diamonds: the paper's two seeds."
+    reach = _around_zero([{"y": one["x"]} for one in series])
     return figure(
         contrasts["title"],
         caption,
         series,
-        x={
+        x={"label": "difference, points", "scale": "linear", "range": reach},
+        y={
             "label": "",
             "scale": "linear",
             "ticks": list(range(len(names))),
             "tick_labels": labels,
-            "range": [-0.5, len(names) - 0.5],
+            "range": [-0.6, len(names) - 0.4],
         },
-        y={"label": "difference, points", "scale": "linear", "range": _around_zero(series)},
-        marks=[{"y": 0, "label": ""}],
+        marks=[{"x": 0, "label": "", "solid": True}],
     )
 
 

@@ -39,7 +39,7 @@ def recall_table(runs: list[Run], protocol: str) -> dict[str, Any]:
         if scores:
             sources.add(str((run.recall or {}).get("source")))
             row: dict[str, Any] = {"arm": text.arm_label(run.arm), "seed": run.seed}
-            rows.append(row | {task: [scores[task]["accuracy"], *scores[task]["wilson"]] for task in scores})
+            rows.append(row | {task: _estimate(scores[task]) for task in scores})
     return table(
         f"Recall, {_protocol(protocol)}",
         [
@@ -73,7 +73,9 @@ def recall_figure(runs: list[Run], protocol: str, paper: dict[str, Any] | None) 
                 "y": [100 * scores[task]["accuracy"] for task in present],
                 "low": [100 * scores[task]["wilson"][0] for task in present],
                 "high": [100 * scores[task]["wilson"][1] for task in present],
-                "at": [text.task_label(task) for task in present],
+                "hover": [
+                    f"{text.task_label(task)}: {text.cell(_estimate(scores[task]), 'estimate')}" for task in present
+                ],
             }
         )
     for arm in ("gdn2", "qed") if paper else ():
@@ -87,7 +89,7 @@ def recall_figure(runs: list[Run], protocol: str, paper: dict[str, Any] | None) 
                     "role": "paper",
                     "x": [tasks.index(task) + (0.38 if arm == "qed" else 0.34) for task in known],
                     "y": [paper[task][arm][seed] for task in known],  # type: ignore[index]
-                    "at": [text.task_label(task) for task in known],
+                    "hover": [f"{text.task_label(task)}: {paper[task][arm][seed]}" for task in known],  # type: ignore[index]
                 }
             )
     return figure(
@@ -171,6 +173,10 @@ def loss_figure(runs: list[Run]) -> dict[str, Any] | None:
 
 def _scores(run: Run, protocol: str) -> dict[str, dict[str, Any]]:
     return {one["task"]: one for one in (run.recall or {}).get("scores", []) if one["protocol"] == protocol}
+
+
+def _estimate(score: dict[str, Any]) -> list[float]:
+    return [score["accuracy"], *score["wilson"]]
 
 
 def _outcomes(run: Run, task: str, protocol: str) -> dict[int, int]:

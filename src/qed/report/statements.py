@@ -35,11 +35,10 @@ def statements(needle: Needle) -> list[dict[str, str]]:
 
 def _what_was_run(needle: Needle, task: str | None, arms: list[str]) -> str:
     runs = needle.runs
-    seeds = sorted({run.seed for run in runs})
-    sentence = (
-        f"{_join([text.arm_label(arm) for arm in arms])}, {_many(len(seeds), 'seed')} "
-        f"({', '.join(map(str, seeds))}), {_many(len(runs), 'run')} in all"
-    )
+    seeds = {arm: sorted(run.seed for run in runs if run.arm == arm) for arm in arms}
+    numbers = sorted({len(found) for found in seeds.values()})
+    each = _many(numbers[0], "seed") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
+    sentence = f"{_join([text.arm_label(arm) for arm in arms])}, {each} an arm, {_many(len(runs), 'run')} in all"
     sizes = {run.lookup("num_parameters") for run in runs} - {None}
     if sizes:
         sentence += f"; {_span(sizes)} parameters"

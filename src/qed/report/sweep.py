@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import text
-from .figures import figure
+from .figures import crowded, figure
 from .runs import Run
 from .tables import table
 
@@ -105,8 +105,10 @@ def sweep_figure(runs: list[Run], task: str, length: int, paper: dict[str, Any] 
     ticks = sorted({value for one in series for value in one["x"]})
     return figure(
         f"Strength sweep: {text.task_label(task)} at {text.length_label(length)}",
-        "Accuracy of trained models when their strengths are multiplied by s at inference; bars are 95 % Wilson "
-        "intervals, the trained model stands at s = 1." + (" Open diamonds: the paper's." if paper else ""),
+        "Accuracy of trained models when their strengths are multiplied by s at inference; "
+        + ("intervals are in the table" if crowded(series) else "bars are 95 % Wilson intervals")
+        + ", the trained model stands at s = 1."
+        + (" Open diamonds: the paper's." if paper else ""),
         series,
         x={
             "label": "s, multiple of the trained strength",

@@ -7,10 +7,10 @@ from typing import Any
 ARM_LABELS = {
     "gdn2": "GDN-2",
     "qed": "QED",
-    "qed-nogate": "QED, no gate",
-    "qed-noproj": "QED, no projection",
-    "qed-nogate-noproj": "QED, neither",
-    "qed-rand": "random direction",
+    "qed-nogate": "QED-nogate",
+    "qed-noproj": "QED-noproj",
+    "qed-nogate-noproj": "QED-nogate-noproj",
+    "qed-rand": "QED-rand",
 }
 TASK_LABELS = {
     "niah_single_1": "S-NIAH-1",

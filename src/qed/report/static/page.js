@@ -23,19 +23,21 @@
   function trace(series, spec) {
     const colour = shade(series.arm), role = series.role;
     const mean = role === "mean", curve = role === "curve", paper = role === "paper", points = role === "points";
+    const faded = spec.crowded && role === "run";
     const hover = series.x.map((x, i) => {
-      const where = series.at ? series.at[i] : number(x);
-      const interval = series.low && series.low[i] !== null ? ` [${number(series.low[i])}, ${number(series.high[i])}]` : "";
-      return `${series.label}<br>${where}: ${number(series.y[i])}${interval}`;
+      if (series.hover) return `${series.label}<br>${series.hover[i]}`;
+      const interval = series.low ? ` [${number(series.low[i])}, ${number(series.high[i])}]` : "";
+      return `${series.label}<br>${number(x)}: ${number(series.y[i])}${interval}`;
     });
     const drawn = {
       type: "scatter", x: dodged(series, spec), y: series.y, name: series.label, text: hover, hoverinfo: "text",
-      mode: curve ? "lines" : points || series.at ? "markers" : "lines+markers", showlegend: false,
-      opacity: mean || paper ? 1 : 0.85,
+      mode: curve || faded ? "lines" : points || series.hover ? "markers" : "lines+markers", showlegend: false,
+      opacity: faded ? 0.4 : mean || paper ? 1 : 0.85,
       line: {color: colour, width: mean ? 3.2 : paper ? 1 : 1.4, dash: paper ? "dot" : series.faint ? "dash" : "solid"},
-      marker: {color: colour, size: mean || points ? 9 : 6, symbol: paper ? "diamond-open" : points && series.faint ? "x-thin-open" : symbols[series.arm] || "x"},
+      marker: {color: colour, size: mean || points ? 9 : 6,
+        symbol: paper ? "diamond-open" : points && series.faint ? "x-thin-open" : symbols[series.arm] || "x"},
     };
-    if (series.low) {
+    if (series.low && !faded) {
       drawn.error_y = {type: "data", symmetric: false, color: colour, thickness: mean ? 1.8 : 1, width: 0,
         array: series.high.map((high, i) => high - series.y[i]), arrayminus: series.low.map((low, i) => series.y[i] - low)};
     }
@@ -92,7 +94,7 @@
         itemdoubleclick: false},
       shapes: spec.marks.map((mark) => "x" in mark
         ? {type: "line", x0: mark.x, x1: mark.x, yref: "paper", y0: 0, y1: 1, layer: "below",
-          line: {color: variable("--muted"), width: 1, dash: "dot"}}
+          line: {color: variable("--muted"), width: 1, dash: mark.solid ? "solid" : "dot"}}
         : {type: "line", xref: "paper", x0: 0, x1: 1, y0: mark.y, y1: mark.y, layer: "below",
           line: {color: variable("--muted"), width: 1}}),
       annotations: spec.marks.filter((mark) => "x" in mark && mark.label).map((mark) => ({
