@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from qed.model import Padding, QEDMixer
-from qed.model.mixer import A_RANGE, DT_RANGE, causal_conv
+from qed.model.mixer import A_RANGE, DT_RANGE
 from qed.ops import ARMS, erase_vector
 
 
@@ -65,17 +65,6 @@ def test_the_mixer_is_the_papers_formula(arm, config):
     with torch.no_grad():
         expected = torch.stack([by_hand(mixer, row) for row in x])
         torch.testing.assert_close(mixer(x), expected, rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("width", [2, 3, 4, 5])
-def test_convolution_is_conv1d(width):
-    x, state = torch.randn(2, 7, 5, dtype=torch.float64), torch.randn(2, width - 1, 5, dtype=torch.float64)
-    weight = torch.randn(5, width, dtype=torch.float64)
-    full = torch.cat([state, x], 1).transpose(1, 2)
-    expected = F.silu(F.conv1d(full, weight[:, None], groups=5)).transpose(1, 2)
-    torch.testing.assert_close(causal_conv(x, weight, state), expected)
-    zeros = torch.zeros_like(state)
-    assert torch.equal(causal_conv(x, weight), causal_conv(x, weight, zeros))
 
 
 def test_packed_documents_equal_separate_ones_to_the_bit_after_the_convolution(config):

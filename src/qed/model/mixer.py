@@ -15,7 +15,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from qed.model.config import QEDConfig
-from qed.ops import gated_delta_rule, get_arm, recurrence_inputs
+from qed.ops import decode_inputs_step_, gated_delta_rule, get_arm, recurrence_inputs, short_convolution
 
 A_RANGE = (1.0, 16.0)
 DT_RANGE = (0.001, 0.1)
@@ -58,35 +58,6 @@ class Padding(NamedTuple):
         lengths = (~is_pad).sum(1)
         real = torch.arange(order.shape[1], device=order.device) < lengths[:, None]
         return cls(order, torch.argsort(order, dim=1), lengths, real)
-
-
-def causal_conv(
-    x_BTC: Tensor, weight_CW: Tensor, state_BSC: Tensor | None = None, positions_T: Tensor | None = None
-) -> Tensor:
-    """Causal depthwise convolution, then SiLU; sums in float32 or wider, returns x's dtype.
-
-    Every output is the same sum of W products whatever T is, so a step of one token repeats the bits of a long pass.
-
-    Args:
-        x_BTC: ``[B, T, C]``.
-        weight_CW: ``[C, W]``; the last column multiplies the current token.
-        state_BSC: ``[B, W - 1, C]``, the inputs before the first token; zeros when ``None``.
-        positions_T: ``[T]`` index of each token in its own document; lags that reach before it count as zero.
-    """
-    num_tokens, width = x_BTC.shape[1], weight_CW.shape[1]
-    wide = torch.promote_types(x_BTC.dtype, torch.float32)
-    if state_BSC is None:
-        full = F.pad(x_BTC, (0, 0, width - 1, 0)).to(wide)
-    else:
-        full = torch.cat([state_BSC.to(wide), x_BTC.to(wide)], 1)
-    weight = weight_CW.to(wide).unbind(1)
-    out = full[:, width - 1 :] * weight[-1]
-    for lag in range(1, width):
-        term = full[:, width - 1 - lag : width - 1 - lag + num_tokens] * weight[-1 - lag]
-        if positions_T is not None:
-            term = term.masked_fill((positions_T < lag)[:, None], 0)
-        out = out + term
-    return F.silu(out).to(x_BTC.dtype)
 
 
 class QEDMixer(nn.Module):
@@ -187,12 +158,23 @@ class QEDMixer(nn.Module):
             raise ValueError("cu_seqlens packs whole documents into a batch of one, without a cache or padding")
         if padding is not None:
             hidden_states = hidden_states.take_along_dim(padding.order[..., None], 1)
-        inputs, state = self._inputs(hidden_states, cache, padding, cu_seqlens)
+        streams, state = self._streams(hidden_states, cache, padding, cu_seqlens)
         backend = self.config.backend
+        one_token = hidden_states.shape[1] == 1 and padding is None and not torch.is_grad_enabled()
         with torch.autocast(hidden_states.device.type, enabled=False):
-            o, state = gated_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)
-        if cache is not None:
-            cache.update_recurrent_state(state, self.layer_idx)
+            if one_token and state is not None and backend in (None, "triton"):
+                # the state is the cache's own tensor: one kernel edits it where it lies
+                o = decode_inputs_step_(  # type: ignore[misc]
+                    *streams,
+                    state,  # type: ignore[arg-type]
+                    arm=self.config.arm,
+                    random_direction=self.random_direction,
+                )
+            else:
+                inputs = self._inputs(streams, padding)
+                o, state = gated_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)
+                if cache is not None:
+                    cache.update_recurrent_state(state, self.layer_idx)
         gate = self.output_gate_proj(hidden_states).unflatten(-1, (self.num_heads, self.value_dim))
         output = self.out_proj((self.norm(o) * gate.sigmoid()).flatten(-2))
         return output if padding is None else output.take_along_dim(padding.inverse[..., None], 1)
@@ -203,35 +185,33 @@ class QEDMixer(nn.Module):
         """The ``(q, k, v, a, g)`` that :meth:`forward` gives the operator when there is no cache."""
         if padding is not None:
             hidden_states = hidden_states.take_along_dim(padding.order[..., None], 1)
-        return self._inputs(hidden_states, None, padding, cu_seqlens)[0]
+        return self._inputs(self._streams(hidden_states, None, padding, cu_seqlens)[0], padding)
 
-    def _inputs(
+    def _streams(
         self, x: Tensor, cache: Cache | None, padding: Padding | None, cu_seqlens: Tensor | None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor | None]:
+    ) -> tuple[tuple[Any, ...], Tensor | None]:
+        """The positional arguments of :func:`qed.ops.recurrence_inputs`, and the state to start from."""
         H, K, V = self.num_heads, self.key_dim, self.value_dim
         qkv = self.qkv_proj(x)
         if qkv.dtype == torch.float16:
             raise ValueError("float16 cannot hold what the state returns; use bfloat16 or float32")
         conv_state, state = self._read(cache, x.shape[0])
         positions = None if cu_seqlens is None else document_positions(cu_seqlens, x.shape[1])
-        mixed = causal_conv(qkv, self.conv_weight, conv_state, positions)
+        backend = INPUT_BACKEND[self.config.backend]
+        mixed = short_convolution(qkv, self.conv_weight, state=conv_state, positions=positions, backend=backend)
         if cache is not None:
             self._write_conv_state(cache, qkv, conv_state, padding)
         q, k, v = mixed.split([H * K, H * K, H * V], -1)
         erase, write = self.gates_proj(x).split([H * K, H * V], -1)
-        decay = self.decay_proj(x)
-        q, k, v, decay, erase, write = (y.unflatten(-1, (H, -1)) for y in (q, k, v, decay, erase, write))
-        with torch.autocast(x.device.type, enabled=False):
+        streams = (y.unflatten(-1, (H, -1)) for y in (q, k, v, self.decay_proj(x), erase, write))
+        return (*streams, self.A_log, self.dt_bias, self.strength()), state
+
+    def _inputs(
+        self, streams: tuple[Any, ...], padding: Padding | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        with torch.autocast(streams[0].device.type, enabled=False):
             q, k, v, a, g = recurrence_inputs(
-                q,
-                k,
-                v,
-                decay,
-                erase,
-                write,
-                self.A_log,
-                self.dt_bias,
-                self.strength(),
+                *streams,
                 arm=self.config.arm,
                 random_direction=self.random_direction,
                 backend=INPUT_BACKEND[self.config.backend],
@@ -239,7 +219,7 @@ class QEDMixer(nn.Module):
         if padding is not None:
             is_pad = ~padding.real[..., None, None]
             k, v, a, g = (y.masked_fill(is_pad, 0) for y in (k, v, a, g))
-        return (q, k, v, a, g), state
+        return q, k, v, a, g
 
     def _read(self, cache: Cache | None, batch_size: int) -> tuple[Tensor | None, Tensor | None]:
         if cache is None or not cache.has_previous_state(self.layer_idx):
