@@ -20,7 +20,7 @@ def essay(tmp_path_factory):
     words = ["work", "people", "idea", "start", "good", "thing", "make", "company"]
     sentences = [" ".join(generator.choices(words, k=9)).capitalize() for _ in range(400)]
     path = tmp_path_factory.mktemp("essay") / "essay.txt"
-    path.write_text(". ".join(sentences) + ".")
+    path.write_text('. "Quoted (so)." And '.join(sentences) + ".")
     return str(path)
 
 

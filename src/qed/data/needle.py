@@ -314,4 +314,4 @@ def _essay_words(path: str | None) -> tuple[str, ...]:
 
 def _sentences(text: str) -> list[str]:
     """Sentences by punctuation; NLTK's Punkt, which RULER uses and must be downloaded, differs at abbreviations."""
-    return re.split(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9])", text)
+    return re.split(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]]))\s+(?=[\"'(\[]*[A-Z0-9])", text)
