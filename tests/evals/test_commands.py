@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from qed.evals import commands
+from qed.evals import commands, engine, loss
 from qed.evals.harness import main as harness
 from qed.evals.load import find_checkpoints, load_model
 from qed.evals.loss import LossConfig
@@ -45,9 +45,8 @@ def test_everything_on_two_kinds_of_model_then_skips(runs, monkeypatch):
     assert "'llama' has none" in problem["problem"]
     for name in ("niah", "strength", "recall", "loss"):
         assert read_json(runs / "qed-seed0" / f"{name}.json")["kind"] == name
-    from qed.evals import decode
-
-    monkeypatch.setattr(decode, "forward", None)
+    monkeypatch.setattr(engine, "measure_calls", None)
+    monkeypatch.setattr(loss, "measure_calls", None)
     assert commands.everything(given, **settings) == rows
     text = commands.table(rows)
     assert text.splitlines()[0].startswith("checkpoint")

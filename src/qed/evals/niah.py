@@ -19,8 +19,8 @@ from .. import statistics
 from ..config import nearest, to_dict
 from ..data.needle import TASKS, NeedleConfig, NeedleExample, NeedleTask, score
 from ..records import provenance, write_json
-from .decode import Calls, batches, evaluating, fingerprint, greedy, measure_calls, stop_tokens
-from .memory import choose_rows
+from .decode import evaluating, fingerprint
+from .engine import Engine
 from .outcomes import Outcomes, finished, run_name
 
 KEY = ("task", "length", "index")
@@ -104,12 +104,13 @@ def evaluate(
     outcomes = Outcomes(folder / "niah.jsonl", run=run, key=KEY)
     started = time.perf_counter()
     with evaluating(model):
-        calls = measure_calls(model)
-        rows = config.rows or choose_rows(model, calls, config.chunk_tokens, max(config.lengths))
+        engine = Engine(
+            model, tokenizer, rows=config.rows, chunk_tokens=config.chunk_tokens, length=max(config.lengths)
+        )
         with Progress(config, outcomes, progress) as bar:
             for (task, length), examples in tasks.items():
                 missing = [i for i in range(config.num_examples) if (task, length, i) not in outcomes]
-                answers(model, tokenizer, calls, config, [examples[i] for i in missing], rows, outcomes, bar)
+                answers(engine, tokenizer, config.max_new_tokens, [examples[i] for i in missing], outcomes, bar)
     order = [(task, length, i) for task, length in tasks for i in range(config.num_examples)]
     rows_in_order = outcomes.finish(order)
     record = {
@@ -119,9 +120,7 @@ def evaluate(
         "identity": identity,
         "scores": summarise(rows_in_order),
         "usable_context": usable(rows_in_order, seed=config.seed),
-        "calls": {"cache": calls.cache, "chunks": calls.chunks, "padding": calls.padding},
-        "rows": rows,
-        "chunk_tokens": config.chunk_tokens,
+        "engine": engine.describe(),
         "seconds": round(time.perf_counter() - started, 3),
         "provenance": provenance(seed=config.seed, device=str(next(model.parameters()).device)),
     }
@@ -130,31 +129,19 @@ def evaluate(
 
 
 def answers(
-    model: nn.Module,
+    engine: Engine,
     tokenizer: Any,
-    calls: Calls,
-    config: NiahConfig,
+    max_new_tokens: int,
     examples: Sequence[NeedleExample],
-    rows: int,
     outcomes: Outcomes,
     bar: Progress,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Generate and score the answers of examples of about one length; each batch's rows are kept as it ends."""
-    lengths = [example.num_tokens for example in examples]
-    stop_ids = stop_tokens(model, tokenizer)
-    for batch in batches(lengths, rows=rows, padding=calls.padding, chunk_tokens=config.chunk_tokens):
-        chosen = [examples[i] for i in batch]
-        generated = greedy(
-            model,
-            calls,
-            [example.prompt_ids for example in chosen],
-            max_new_tokens=config.max_new_tokens,
-            stop_ids=stop_ids,
-            chunk_tokens=config.chunk_tokens,
-        )
+    """Generate and score answers; each batch's rows, with ``extra`` columns, are kept as it ends."""
+    prompts = [example.prompt_ids for example in examples]
+    for batch, generated in engine.generate(prompts, max_new_tokens):
         finished_rows = []
-        for example, ids in zip(chosen, generated, strict=True):
+        for example, ids in zip([examples[i] for i in batch], generated, strict=True):
             prediction = tokenizer.decode(ids, skip_special_tokens=True)
             finished_rows.append(
                 {

@@ -26,8 +26,8 @@ from tqdm.auto import tqdm
 from .. import statistics
 from ..config import nearest, to_dict
 from ..records import provenance, write_json
-from .decode import batches, evaluating, fingerprint, greedy, measure_calls, stop_tokens
-from .memory import choose_rows
+from .decode import evaluating, fingerprint
+from .engine import Engine
 from .outcomes import Outcomes, finished, run_name
 
 TASKS = ("fda", "swde", "squad_completion")
@@ -237,20 +237,9 @@ def evaluate(
     missing = [key for key in order if key not in outcomes]
     prompts = [prompt(task, protocol, data[task][i], tokenizer, config) for task, protocol, i in missing]
     with evaluating(model), tqdm(total=len(order), initial=len(order) - len(missing), disable=not progress) as bar:
-        calls = measure_calls(model)
         longest = max(map(len, prompts), default=1)
-        rows = config.rows or choose_rows(model, calls, config.chunk_tokens, longest)
-        stop_ids = stop_tokens(model, tokenizer)
-        lengths = list(map(len, prompts))
-        for batch in batches(lengths, rows=rows, padding=calls.padding, chunk_tokens=config.chunk_tokens):
-            generated = greedy(
-                model,
-                calls,
-                [prompts[i] for i in batch],
-                max_new_tokens=config.max_new_tokens,
-                stop_ids=stop_ids,
-                chunk_tokens=config.chunk_tokens,
-            )
+        engine = Engine(model, tokenizer, rows=config.rows, chunk_tokens=config.chunk_tokens, length=longest)
+        for batch, generated in engine.generate(prompts, config.max_new_tokens):
             outcomes.append(
                 _outcome(missing[i], data[missing[i][0]][missing[i][2]], prompts[i], ids, tokenizer)
                 for i, ids in zip(batch, generated, strict=True)
@@ -265,7 +254,7 @@ def evaluate(
         "identity": identity,
         "stop": STOP,
         "scores": summarise(outcomes.finish(order), {task: len(data[task]) for task in config.tasks}),
-        "rows": rows,
+        "engine": engine.describe(),
         "seconds": round(time.perf_counter() - started, 3),
         "provenance": provenance(device=str(next(model.parameters()).device)),
     }

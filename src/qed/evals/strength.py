@@ -18,8 +18,8 @@ from torch import nn
 from .. import statistics
 from ..config import to_dict
 from ..records import provenance, write_json
-from .decode import evaluating, fingerprint, measure_calls
-from .memory import choose_rows
+from .decode import evaluating, fingerprint
+from .engine import Engine
 from .niah import SPEED, NiahConfig, Progress, answers, needle_tasks, summarise
 from .outcomes import Outcomes, finished, run_name
 
@@ -95,19 +95,19 @@ def evaluate(
     outcomes = Outcomes(folder / "strength.jsonl", run=run, key=KEY)
     started = time.perf_counter()
     with evaluating(model):
-        calls = measure_calls(model)
-        rows = niah.rows or choose_rows(model, calls, niah.chunk_tokens, max(niah.lengths))
+        engine = Engine(model, tokenizer, rows=niah.rows, chunk_tokens=niah.chunk_tokens, length=max(niah.lengths))
         with Progress(niah, outcomes, progress, repeats=len(config.strengths)) as bar:
-            for (task, length), source in tasks.items():
-                examples = None
-                for strength in config.strengths:
-                    missing = [i for i in range(niah.num_examples) if (task, length, i, strength) not in outcomes]
-                    if not missing:
-                        continue
-                    examples = examples or [source[i] for i in range(niah.num_examples)]
-                    chosen = [examples[i] for i in missing]
-                    with strength_scale(model, strength):
-                        answers(model, tokenizer, calls, niah, chosen, rows, outcomes, bar, {"strength": strength})
+            for strength in config.strengths:
+                with strength_scale(model, strength):
+                    at_strength = Engine(
+                        model, tokenizer, rows=engine.rows, chunk_tokens=niah.chunk_tokens, length=max(niah.lengths)
+                    )
+                    for (task, length), source in tasks.items():
+                        missing = [i for i in range(niah.num_examples) if (task, length, i, strength) not in outcomes]
+                        chosen = [source[i] for i in missing]
+                        answers(
+                            at_strength, tokenizer, niah.max_new_tokens, chosen, outcomes, bar, {"strength": strength}
+                        )
     order = [
         (task, length, i, strength)
         for task, length in tasks
@@ -126,8 +126,7 @@ def evaluate(
             for score in summarise([row for row in finished_rows if row["strength"] == strength])
         ],
         "comparisons": compare_strengths(finished_rows),
-        "rows": rows,
-        "chunk_tokens": niah.chunk_tokens,
+        "engine": engine.describe(),
         "seconds": round(time.perf_counter() - started, 3),
         "provenance": provenance(seed=niah.seed, device=str(next(model.parameters()).device)),
     }

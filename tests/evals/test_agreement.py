@@ -1,0 +1,46 @@
+"""The same checkpoint and the same prompts under lm-eval's own model class give the same outcomes."""
+
+import pytest
+
+from qed.data.needle import NeedleConfig, NeedleTask
+from qed.evals.decode import greedy, measure_calls, stop_tokens
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, qed_model, tokenizer):
+    folder = tmp_path_factory.mktemp("agreement")
+    qed_model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_outcomes_are_lm_evals_example_by_example(checkpoint, qed_model, tokenizer):
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    from lm_eval.api.instance import Instance
+
+    task = NeedleTask(NeedleConfig(length=320, num_answer_tokens=16, fill="unit"), tokenizer, 0)
+    examples = [task[i] for i in range(8)]
+    assert len({example.num_tokens for example in examples}) > 1
+    ours = greedy(
+        qed_model,
+        measure_calls(qed_model),
+        [example.prompt_ids for example in examples],
+        max_new_tokens=16,
+        stop_ids=stop_tokens(qed_model, tokenizer),
+        chunk_tokens=64,
+    )
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in ours]
+    lm = huggingface.HFLM(pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=4, max_length=400)
+    requests = [
+        Instance(
+            request_type="generate_until",
+            doc={},
+            arguments=(example.prompt, {"until": [], "max_gen_toks": 16, "do_sample": False}),
+            idx=0,
+        )
+        for example in examples
+    ]
+    assert [lm.tok_encode(example.prompt) for example in examples] == [example.prompt_ids for example in examples]
+    theirs = lm.generate_until(requests, disable_tqdm=True)
+    assert texts == theirs
+    assert len(set(texts)) > 1
