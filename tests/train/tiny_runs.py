@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from transformers import LlamaConfig
 
@@ -147,7 +148,9 @@ def work_as_rank(rank: int, num_processes: int, port: int, folder: str, options:
     torch.set_num_threads(1)
     changes = dict(options)
     stop_after = changes.pop("stop_after", None)
-    if stop_after is not None and rank == 1:
+    if changes.pop("fsdp", False):
+        shard_on_the_cpu()
+    if stop_after is not None and rank == num_processes - 1:
         stop_at(stop_after)
     try:
         train(qed_config(), None, Rows(), train_config(**changes), folder, use_cpu=True, progress=False)
@@ -166,3 +169,28 @@ def stop_at(count: int) -> None:
         return original(*arguments)
 
     trainer.RunTrainer._clip_grad_norm = hook  # type: ignore[method-assign]
+
+
+def shard_on_the_cpu() -> None:
+    """FSDP2 as ``accelerate launch --use_fsdp --fsdp_version 2`` sets it, which Accelerate itself offers on GPUs only.
+
+    While Accelerate reads its settings, the processes pass for processes with a GPU each; everything after that runs
+    as it would there.
+    """
+    os.environ |= {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    }
+    original = accelerate.state.AcceleratorState.__init__
+
+    def hook(self: Any, *arguments: Any, **keywords: Any) -> None:
+        shared = accelerate.PartialState(cpu=True)._shared_state
+        before = shared["distributed_type"]
+        if not accelerate.state.AcceleratorState._shared_state:
+            shared["distributed_type"] = accelerate.DistributedType.MULTI_GPU
+        original(self, *arguments, **keywords)
+        shared["distributed_type"] = before
+
+    accelerate.state.AcceleratorState.__init__ = hook  # type: ignore[method-assign]

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -53,6 +55,10 @@ class RunTrainer(Trainer):
         callbacks: list[TrainerCallback],
     ) -> None:
         super().__init__(model=model, args=args, train_dataset=dataset, callbacks=[*callbacks, Flow(self)])
+        if self.is_fsdp_enabled:
+            # Shards are gathered in float32 and autocast chooses the compute type, as without sharding: a policy that
+            # casts parameters would round the decay's, which must stay float32.
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy()
         self.config, self.root, self.rows_path, self.identity = config, root, rows_path, identity
         self.meter = Meter(config, model, num_processes=args.world_size)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -138,6 +144,7 @@ class RunTrainer(Trainer):
     def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
         if self.is_fsdp_enabled:
             norm = super()._clip_grad_norm(model)
+            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         else:
             norm = nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
         finite = torch.isfinite(self._step_loss) & torch.isfinite(norm)
