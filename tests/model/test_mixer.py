@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from qed.model import Padding, QEDMixer
-from qed.model.mixer import A_RANGE, DT_RANGE
 from qed.ops import ARMS, erase_vector
+
+A_RANGE, DT_RANGE = (1.0, 16.0), (0.001, 0.1)
 
 
 def random_mixer(config, dtype=torch.float64, **changes):

@@ -41,6 +41,8 @@ class QEDConfig(PreTrainedConfig):
             ``from_pretrained(folder, strength_scale=0.5)``, or on a loaded model's config; read at every forward pass.
         random_direction_seed: seed of the fixed unit vectors of arms whose direction is random.
         initializer_range: standard deviation of linear and embedding weights.
+        A_range, dt_range: the decay starts at ``-A * dt`` a token, ``A`` drawn uniformly for each head and ``dt``
+            log-uniformly for each channel.
         tie_word_embeddings: share the embedding with the output head.
         use_cache: keep the recurrent state in ``generate`` and in evaluation mode.
         layer_types: what Transformers' caches read; every layer is ``"linear_attention"``.
@@ -69,6 +71,8 @@ class QEDConfig(PreTrainedConfig):
     strength_scale: float = 1.0
     random_direction_seed: int = 0
     initializer_range: float = 0.02
+    A_range: list[float] | tuple[float, ...] = (1.0, 16.0)
+    dt_range: list[float] | tuple[float, ...] = (0.001, 0.1)
     tie_word_embeddings: bool = True
     use_cache: bool = True
     bos_token_id: int | None = None
@@ -104,6 +108,10 @@ class QEDConfig(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or value != value:
                 raise ValueError(f"{name} must be a number; got {value!r}")
+        for name in ("A_range", "dt_range"):
+            value = getattr(self, name)
+            if len(value) != 2 or not 0 < value[0] <= value[1]:
+                raise ValueError(f"{name} must be two numbers, 0 < low <= high; got {value!r}")
         for name in ("norm_eps", "initializer_range"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0; got {getattr(self, name)!r}")

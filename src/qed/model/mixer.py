@@ -17,8 +17,6 @@ from transformers.cache_utils import Cache
 from qed.model.config import QEDConfig
 from qed.ops import decode_inputs_step_, gated_delta_rule, get_arm, recurrence_inputs, short_convolution
 
-A_RANGE = (1.0, 16.0)
-DT_RANGE = (0.001, 0.1)
 # Which form of the operator's inputs goes with which form of the operator.
 INPUT_BACKEND = {None: None, "reference": "torch", "chunked": "torch", "triton": "triton"}
 FLOAT32_NAMES = ("A_log", "dt_bias", "theta", "random_direction")
@@ -100,16 +98,16 @@ class QEDMixer(nn.Module):
     def reset_parameters(self) -> None:
         """Draw the convolution and the decay as the paper does, theta and the random direction as configured.
 
-        ``A_log``: log of a uniform draw in ``A_RANGE``; ``dt_bias``: inverse softplus of a log-uniform draw in
-        ``DT_RANGE``; the convolution: uniform within ``1 / sqrt(W)``, PyTorch's default (the paper does not state it).
-        Linear layers keep what their own initialisation gave.
+        ``A_log``: log of a uniform draw in ``config.A_range``; ``dt_bias``: inverse softplus of a log-uniform draw in
+        ``config.dt_range``; the convolution: uniform within ``1 / sqrt(W)``, PyTorch's default (the
+        paper does not state it). Linear layers keep what their own initialisation gave.
         """
         if self.A_log.is_meta:
             return
         bound = self.config.conv_size**-0.5
         init.uniform_(self.conv_weight, -bound, bound)
-        init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(*A_RANGE).log_())
-        low, high = (math.log(x) for x in DT_RANGE)
+        init.copy_(self.A_log, torch.empty_like(self.A_log).uniform_(*self.config.A_range).log_())
+        low, high = (math.log(x) for x in self.config.dt_range)
         dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp_()
         init.copy_(self.dt_bias, dt + torch.log(-torch.expm1(-dt)))
         if self.theta is not None:
