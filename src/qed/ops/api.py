@@ -45,8 +45,8 @@ def gated_delta_rule(
             CUDA, chunked elsewhere.
 
     Returns:
-        ``o`` ``[B, T, H, V]`` in v's dtype and ``final_state`` ``[B or N, H, K, V]`` in float32 (float64 for
-        float64 inputs). Both are differentiable.
+        ``o`` ``[B, T, H, V]`` in v's dtype (float16 overflows where a read-out passes 65,504) and ``final_state``
+        ``[B or N, H, K, V]`` in float32 (float64 for float64 inputs). Both are differentiable.
 
     Raises:
         ValueError: an argument's shape, dtype or device does not fit the others; the message names the layout.
@@ -86,8 +86,8 @@ def _by_document(
         return reference.recurrence(q, k, v, a, g, state)
     parts = []
     for n, (start, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        document = (x[:, start:end] for x in (q, k, v, a, g))
-        parts.append(reference.recurrence(*document, state_BHKV=state[n : n + 1]))
+        q_n, k_n, v_n, a_n, g_n = (x[:, start:end] for x in (q, k, v, a, g))
+        parts.append(reference.recurrence(q_n, k_n, v_n, a_n, g_n, state[n : n + 1]))
     return torch.cat([o for o, _ in parts], 1), torch.cat([s for _, s in parts], 0)
 
 
