@@ -233,6 +233,11 @@ class NeedleTask:
     def _refuse_impossible(self) -> None:
         """Raise ``ValueError``, naming the smallest possible length, if the longest key and value would not fit."""
         kind, generator = self.config.value_kind, seeded("longest value", self.config.split)
+        key = "-".join(max(words, key=len) for words in (self._vocabulary.adjectives, self._vocabulary.nouns))
+        # no word has more tokens than bytes: where even that would fit, there is nothing to look for
+        slack = 4 * len(key.encode()) + 2 * 36
+        if self._counted(self.config.step, key, self._vocabulary.value(generator, kind), 0.0) + slack <= self._limit:
+            return
         key = "-".join(self._longest(words) for words in (self._vocabulary.adjectives, self._vocabulary.nouns))
         value = self._longest([self._vocabulary.value(generator, kind) for _ in range(256)])
         counted = self._counted(self.config.step, key, value, 0.0)
