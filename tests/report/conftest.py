@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from qed import statistics
-from qed.records import write_json, write_rows
+from qed.records import read_json, write_json, write_rows
+from qed.report import report
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 
@@ -68,6 +69,7 @@ def write_run(
         record["lambda"] = [[0.09, 0.1], [0.11, 0.12 + 0.01 * seed]]
         write_json(folder / "train.json", record)
         write_json(folder / "strength.json", strength_record(generator, num_examples))
+        write_json(folder / "probe.json", probe_record(generator))
     for name, value in parts.items():
         write_json(folder / f"{name}.json", value)
     return folder
@@ -91,6 +93,35 @@ def strength_record(generator, num_examples):
     return {"kind": "strength", "scores": scores, "comparisons": comparisons}
 
 
+def summary(values):
+    quantiles = {str(q): float(np.quantile(values, q)) for q in (0.01, 0.5, 0.99)}
+    ends = {"mean": float(values.mean()), "min": float(values.min()), "max": float(values.max())}
+    return {"count": len(values), **ends, "quantiles": quantiles}
+
+
+def probe_record(generator):
+    """Diagnostics in the form of ``diagnostics.py``, drawn at random."""
+    summaries = []
+    for quantity in ("e", "projection_change", "state_norm"):
+        values = generator.random(500) * (0.002 if quantity == "projection_change" else 1)
+        counts, edges = np.histogram(values, bins=20, range=(0, 1))
+        extra = {"histogram": {"counts": counts.tolist(), "edges": edges.tolist()}, "shares": {"outside (0, 1)": 0.0}}
+        nothing = {"quantity": quantity, "layer": None, "head": None, "start": None, "end": None}
+        summaries.append(nothing | summary(values) | extra)
+        summaries += [nothing | {"layer": layer} | summary(values + layer) for layer in range(2)]
+        summaries += [
+            nothing | {"start": start, "end": 2 * start} | summary(values * start)
+            for start in (64, 128, 256, 512, 1024)
+        ]
+    effects = [
+        {"removed": what} | summary(generator.random(200)) for what in ("this step", "earlier steps", "all steps")
+    ]
+    read = np.concatenate([np.zeros(100), np.exp(-np.arange(300) / (100 + 100 * generator.random()))])
+    needle = {"length": 400, "needle_start": 90, "needle_end": 100, "quantity": "read of the needle's key"}
+    needle |= {"position": list(range(400)), "read": read.tolist()}
+    return {"kind": "probe", "num_tokens": 500, "summaries": summaries, "effects": effects, "needle": needle}
+
+
 @pytest.fixture
 def synthetic_run():
     return write_run
@@ -105,3 +136,13 @@ def run_folders(tmp_path_factory):
         folders.append(write_run(root, "gdn2", seed, half_length=800 + 150 * seed))
         folders.append(write_run(root, "qed", seed, half_length=1700 + 200 * seed, ceiling=0.1 if seed == 3 else 1.0))
     return folders
+
+
+@pytest.fixture(scope="session")
+def page(run_folders, tmp_path_factory):
+    return report(run_folders, tmp_path_factory.mktemp("report"), title="Synthetic <runs> & more", label="laptop scale")
+
+
+@pytest.fixture(scope="session")
+def content(page):
+    return read_json(page.parent / "report.json")

@@ -12,19 +12,10 @@ from scipy import stats
 from qed.records import read_json, read_rows, write_json, write_rows
 from qed.report import find_runs, report
 from qed.report.content import assemble
+from qed.report.draw import draw
 from qed.report.runs import load_runs
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
-
-
-@pytest.fixture(scope="module")
-def page(run_folders, tmp_path_factory):
-    return report(run_folders, tmp_path_factory.mktemp("report"), title="Synthetic <runs> & more", label="laptop scale")
-
-
-@pytest.fixture(scope="module")
-def content(page):
-    return read_json(page.parent / "report.json")
 
 
 def outcomes(folders, name, length):
@@ -81,14 +72,13 @@ def test_different_seeds_of_two_arms_are_not_paired(tmp_path, synthetic_run):
 
 
 def test_missing_and_damaged_parts_are_named_and_the_rest_is_shown(tmp_path, synthetic_run):
-    whole = synthetic_run(tmp_path, "gdn2", 0, half_length=900)
-    bare = synthetic_run(tmp_path, "qed", 0, half_length=900)
+    whole, bare = (synthetic_run(tmp_path, "gdn2", seed, half_length=900) for seed in range(2))
     (bare / "train.json").unlink()
     (bare / "niah.jsonl").unlink()
     (bare / "niah.json").write_text("{broken")
     write_json(bare / "failure.json", {"error": "RuntimeError: <stopped>"})
     path = report([whole, bare], tmp_path / "out", title="gaps")
-    gaps = [one["gap"] for one in read_json(tmp_path / "out/report.json")["gaps"] if one["run"] == "qed-seed0"]
+    gaps = [one["gap"] for one in read_json(tmp_path / "out/report.json")["gaps"] if one["run"] == "gdn2-seed1"]
     assert any("training record (train.json) is missing" in gap for gap in gaps)
     assert any("needle outcomes (niah.jsonl) is missing" in gap or "are missing" in gap for gap in gaps)
     assert any("niah.json) cannot be read" in gap for gap in gaps)
@@ -99,7 +89,7 @@ def test_missing_and_damaged_parts_are_named_and_the_rest_is_shown(tmp_path, syn
 
 
 def test_a_run_folder_with_nothing_but_its_configuration_renders(tmp_path, synthetic_run):
-    folder = synthetic_run(tmp_path, "qed", 0, half_length=900)
+    folder = synthetic_run(tmp_path, "gdn2", 0, half_length=900)
     for name in ("train.json", "train.jsonl", "niah.json", "niah.jsonl"):
         (folder / name).unlink()
     text = report([folder], tmp_path / "out", title="empty").read_text()
@@ -152,12 +142,11 @@ def test_the_papers_numbers_stand_behind_only_comparable_runs(tmp_path, syntheti
     assert dict(zip(one["x"], one["y"], strict=True))[16384] == 59.8
 
 
-def test_the_same_runs_give_the_same_bytes(run_folders, tmp_path):
-    pages = [
-        report(folders, tmp_path / str(i), title="twice").read_bytes()
-        for i, folders in enumerate((run_folders[:2], run_folders[1::-1]))
-    ]
-    assert pages[0] == pages[1]
+def test_the_same_runs_give_the_same_bytes(run_folders, content):
+    again = assemble(load_runs(reversed(run_folders)), title=content["title"], label=content["label"])
+    assert again == content
+    name, spec = next(iter(content["figures"].items()))
+    assert draw(spec, name) == draw(spec, name)
 
 
 def test_wrong_folders_are_refused_by_name(tmp_path, run_folders):
@@ -184,3 +173,39 @@ def test_partial_outcomes_are_compared_on_shared_examples_only(tmp_path, synthet
 
 def test_report_json_holds_no_number_that_is_not_finite(page):
     json.loads((page.parent / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+
+
+def test_diagnostics_are_those_of_the_record(run_folders, content):
+    folder = next(folder for folder in run_folders if folder.name == "qed-seed1")
+    probe = read_json(folder / "probe.json")
+    rows = [row for row in content["tables"]["inside"]["rows"] if (row["arm"], row["seed"]) == ("QED", 1)]
+    wanted = [row for row in probe["summaries"] if row["layer"] is None and row["start"] is None] + probe["effects"]
+    assert len(rows) == len(wanted)
+    for row, one in zip(rows, wanted, strict=True):
+        assert [row[name] for name in ("count", "mean", "min", "max")] == [
+            one[name] for name in ("count", "mean", "min", "max")
+        ]
+        assert {name: row[f"q{name}"] for name in one["quantiles"]} == one["quantiles"]
+    drawn = {one["label"]: one for one in content["figures"]["needle-read"]["series"]}
+    assert drawn["QED, seed 1"]["y"] == probe["needle"]["read"]
+    by_position = next(one for one in content["figures"]["state_norm-by-position"]["series"] if one["seed"] == 1)
+    means = [row["mean"] for row in probe["summaries"] if row["quantity"] == "state_norm" and row["start"]]
+    assert by_position["y"] == means
+
+
+def test_benchmarks_show_every_row_and_the_cost_of_qed(run_folders, tmp_path):
+    shape = {"work": "forward", "batch": 2, "length": 2048, "heads": 4, "K": 64, "V": 64}
+    rows = [
+        shape | {"peer": peer, "status": "ok", "median_ms": ms, "p20_ms": ms - 0.1, "p80_ms": ms + 0.1, "note": ""}
+        for peer, ms in (("gdn2", 2.0), ("qed", 2.1))
+    ]
+    rows.append({"peer": "other", "work": "process", "status": "out of memory"})
+    provenance = {"device": "some <device>", "commit": "0123456789abcdef", "time": "2026-01-01"}
+    write_json(tmp_path / "cpu.json", {"provenance": provenance, "rows": rows})
+    page = report(run_folders[:1], tmp_path / "out", title="speed", benchmarks=[tmp_path / "cpu.json"])
+    table = read_json(tmp_path / "out/report.json")["tables"]["speed-cpu"]
+    assert [row["status"] for row in table["rows"]] == ["ok", "ok", "out of memory"]
+    assert "forward at B2 T2\u202f048: +5.0 %" in table["caption"]
+    assert "some &lt;device&gt;" in page.read_text()
+    with pytest.raises(ValueError, match="no benchmark result at"):
+        report(run_folders[:1], tmp_path / "out", title="speed", benchmarks=[tmp_path / "gone.json"])

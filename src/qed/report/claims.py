@@ -7,7 +7,7 @@ from typing import Any
 
 from qed import statistics
 
-from . import recall, sweep, text
+from . import diagnostics, recall, sweep, text
 from .comparisons import differences, pairs
 from .runs import Run
 from .tables import table
@@ -17,6 +17,7 @@ SUPPORTED, CONTRADICTED, UNDECIDED = "supported", "contradicted", "not decided"
 SAME_ACCURACY = 0.05
 SAME_RECALL = 0.02
 SAME_LOSS = 0.005
+SMALL_CHANGE = 1e-3
 MIN_SEEDS = 2
 
 
@@ -30,6 +31,7 @@ def claims_table(needle: Needle, comparable: bool) -> dict[str, Any]:
         _loss_claim(needle.runs),
         _strength_matters(needle.runs),
         _strength_grows(needle.runs),
+        _projection_barely_matters(needle.runs),
     ]
     setting = (
         "The runs share the paper's model size, tokens and training length."
@@ -273,6 +275,37 @@ def _strength_grows(runs: list[Run]) -> dict[str, Any]:
     middle, low, high = statistics.mean_interval(means)
     row["result"] = f"{middle:.4f} [{low:.4f}, {high:.4f}] over {len(means)} seeds, from {start:.4f}"
     row["verdict"] = SUPPORTED if low > start else CONTRADICTED if high < start else UNDECIDED
+    return row
+
+
+def _projection_barely_matters(runs: list[Run]) -> dict[str, Any]:
+    row = {
+        "claim": f"In models trained without projection, projecting changes the eigenvalue by less than "
+        f"{SMALL_CHANGE:g}",
+        "paper": "below 1e-3, statistic not stated; e in [−0.011, 0.985]",
+        "test": "largest absolute change over all samples below it in every probed model; contradicted where even the "
+        "mean "
+        "is not",
+        "verdict": UNDECIDED,
+    }
+    found = [
+        (run, one)
+        for run in runs
+        if run.arm in ("qed-noproj", "qed-nogate-noproj")
+        for one in diagnostics.summaries(run, "projection_change")
+    ]
+    if not found:
+        return row | {"result": "no probe of a model without projection"}
+    largest = [max(abs(one["min"]), abs(one["max"])) for _, one in found]
+    means = [abs(one["mean"]) for _, one in found]
+    row["result"] = (
+        f"{len(found)} models: mean {text.number(min(means))} to {text.number(max(means))}, largest "
+        f"{text.number(max(largest))}"
+    )
+    if max(largest) < SMALL_CHANGE:
+        row["verdict"] = SUPPORTED
+    elif min(means) >= SMALL_CHANGE:
+        row["verdict"] = CONTRADICTED
     return row
 
 

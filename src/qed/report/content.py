@@ -6,7 +6,7 @@ import json
 from importlib import metadata
 from typing import Any
 
-from . import claims, comparisons, figures, paper, recall, sweep, text, values
+from . import claims, comparisons, diagnostics, figures, paper, recall, speed, sweep, text, values
 from .runs import Run
 from .statements import statements
 
@@ -20,8 +20,10 @@ DESCRIPTION = (
 Part = tuple[str, str, dict[str, Any] | None]
 
 
-def assemble(runs: list[Run], *, title: str, label: str = "") -> dict[str, Any]:
-    """Every number of the report, as the JSON that ``report.json`` holds."""
+def assemble(
+    runs: list[Run], *, title: str, label: str = "", benchmarks: list[dict[str, Any]] | None = None
+) -> dict[str, Any]:
+    """Every number of the report, as the JSON that ``report.json`` holds; ``benchmarks``: results of ``qed bench``."""
     needle = values.Needle(runs)
     reference = paper.load()
     departures = {run.name: paper.departures(run, reference) for run in runs}
@@ -38,7 +40,10 @@ def assemble(runs: list[Run], *, title: str, label: str = "") -> dict[str, Any]:
     _section(content, "loss", "Validation loss", _loss(runs))
     table = claims.claims_table(needle, comparable)
     _section(content, "claims", "What the paper claims, and what these runs say", [("table", "claims", table)])
+    _section(content, "inside", "Inside the models", _inside(runs))
     _section(content, "training", "Training", _training(needle))
+    timed: list[Part] = [("table", f"speed-{result['name']}", speed.speed_table(result)) for result in benchmarks or ()]
+    _section(content, "speed", "Speed", timed)
     away = sorted({departure for found in departures.values() for departure in found})
     lead = f"Source: {reference['source']}. " + (
         "The runs above share the paper's model size, token count and training length."
@@ -111,6 +116,16 @@ def _loss(runs: list[Run]) -> list[Part]:
         ("figure", "validation-loss", recall.loss_figure(runs)),
         ("table", "validation-loss", recall.loss_table(runs)),
     ]
+
+
+def _inside(runs: list[Run]) -> list[Part]:
+    parts: list[Part] = [("figure", "needle-read", diagnostics.needle_figure(runs))]
+    parts.append(("figure", "e-histogram", diagnostics.histogram_figure(runs, "e")))
+    for axis, quantities in (("position", diagnostics.BY_POSITION), ("layer", diagnostics.BY_LAYER)):
+        for quantity in quantities:
+            drawn = diagnostics.course_figure(runs, quantity, axis)
+            parts.append(("figure", f"{quantity}-by-{axis}", drawn))
+    return [*parts, ("table", "inside", diagnostics.summary_table(runs))]
 
 
 def _training(needle: values.Needle) -> list[Part]:

@@ -13,21 +13,29 @@ import jinja2
 
 from qed.records import write_json, write_text
 
-from . import draw, tables
+from . import draw, speed, tables
 from .content import assemble
 from .runs import load_runs
 
 
-def report(runs: Iterable[Path | str], out: Path | str, *, title: str, label: str = "") -> Path:
+def report(
+    runs: Iterable[Path | str],
+    out: Path | str,
+    *,
+    title: str,
+    label: str = "",
+    benchmarks: Iterable[Path | str] = (),
+) -> Path:
     """Write the report of ``runs`` (run folders) into the folder ``out`` and return the path of its page.
 
     Written: ``index.html`` (no network, no other file needed), ``report.json`` (every number on the page), ``figures/``
-    (SVG and PNG) and ``tables/`` (CSV and Markdown). ``label`` stands beside the title, such as "laptop scale".
+    (SVG and PNG) and ``tables/`` (CSV and Markdown). ``label`` stands beside the title, such as "laptop scale";
+    ``benchmarks`` are result files of ``qed bench``.
 
     Raises:
-        ValueError: no run, a path that is no run folder, or two folders of one arm and seed.
+        ValueError: no run, a path that is no run folder, two folders of one arm and seed, or no benchmark result.
     """
-    content = assemble(load_runs(runs), title=title, label=label)
+    content = assemble(load_runs(runs), title=title, label=label, benchmarks=speed.load(benchmarks))
     return write(content, Path(out))
 
 

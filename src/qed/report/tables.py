@@ -8,7 +8,12 @@ from typing import Any
 
 from . import text
 
-SPLIT = {"estimate": ("", "_low", "_high"), "difference": ("", "_low", "_high"), "range": ("_min", "_max")}
+SPLIT = {
+    "estimate": ("", "_low", "_high"),
+    "difference": ("", "_low", "_high"),
+    "quantiles": ("", "_p20", "_p80"),
+    "range": ("_min", "_max"),
+}
 
 
 def table(

@@ -93,6 +93,8 @@ def cell(value: Any, kind: str) -> str:
     if kind == "difference":
         middle, low, high = value
         return points(middle) + (f" [{points(low)}, {points(high)}]" if low is not None else "")
+    if kind == "quantiles":
+        return f"{number(value[0])} [{number(value[1])}, {number(value[2])}]"
     if kind == "range":
         return f"{number(value[0])} to {number(value[1])}"
     if kind == "yes":
