@@ -26,6 +26,8 @@ from .outcomes import Outcomes, finished, run_name
 KEY = ("task", "length", "index")
 # Settings of speed: they change no outcome, so rows survive a change of them.
 SPEED = ("rows", "chunk_tokens")
+# Settings that decide an example's outcome; the others decide which examples there are.
+LASTING = ("max_new_tokens", "seed", "fill", "split", "longest_word", "essay")
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,9 @@ class NiahConfig:
 
     ``tasks``: any of "niah_single_1", "niah_single_2", "niah_single_3"; ``lengths``: nominal lengths in tokens, the
     ``max_new_tokens`` of the answer included; ``num_examples``: examples for each task and length;
-    ``max_new_tokens``: tokens generated and reserved for the answer (RULER: 128); ``seed``, ``fill``, ``split`` and
-    ``essay`` as in ``NeedleConfig``; ``rows``: prompts in one batch, ``None`` measures what fits the device;
-    ``chunk_tokens``: tokens of each prompt read in one forward pass.
+    ``max_new_tokens``: tokens generated and reserved for the answer (RULER: 128); ``seed``, ``fill``, ``split``,
+    ``longest_word`` and ``essay`` as in ``NeedleConfig``; ``rows``: prompts in one batch, ``None`` measures what fits
+    the device; ``chunk_tokens``: tokens of each prompt read in one forward pass.
     """
 
     tasks: tuple[str, ...] = ("niah_single_1",)
@@ -46,6 +48,7 @@ class NiahConfig:
     seed: int = 0
     fill: Literal["ruler", "unit"] = "ruler"
     split: Literal["all", "train", "eval"] = "all"
+    longest_word: int | None = None
     essay: str | None = None
     rows: int | None = None
     chunk_tokens: int = 512
@@ -68,6 +71,7 @@ class NiahConfig:
             num_answer_tokens=self.max_new_tokens,
             fill=self.fill,
             split=self.split,
+            longest_word=self.longest_word,
             essay=self.essay,
         )
 
@@ -96,7 +100,7 @@ def evaluate(
     tasks = needle_tasks(config, tokenizer)
     settings = {key: value for key, value in to_dict(config).items() if key not in SPEED}
     identity = {**fingerprint(model, tokenizer), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    lasting = {key: settings[key] for key in ("max_new_tokens", "seed", "fill", "split", "essay")}
+    lasting = {key: settings[key] for key in LASTING}
     run = run_name(kind="niah", **identity, **lasting)
     done = finished(folder / "niah.json", run=run, config=settings)
     if done is not None:

@@ -20,7 +20,7 @@ from ..config import to_dict
 from ..records import provenance, write_json
 from .decode import evaluating, fingerprint
 from .engine import Engine
-from .niah import SPEED, NiahConfig, Progress, answers, needle_tasks, summarise
+from .niah import LASTING, SPEED, NiahConfig, Progress, answers, needle_tasks, summarise
 from .outcomes import Outcomes, finished, run_name
 
 KEY = ("task", "length", "index", "strength")
@@ -85,7 +85,7 @@ def evaluate(
     settings = to_dict(config)
     settings["niah"] = {key: value for key, value in settings["niah"].items() if key not in SPEED}
     identity = {**fingerprint(model, tokenizer), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
-    lasting = {key: settings["niah"][key] for key in ("max_new_tokens", "seed", "fill", "split", "essay")}
+    lasting = {key: settings["niah"][key] for key in LASTING}
     run = run_name(kind="strength", **identity, **lasting)
     done = finished(folder / "strength.json", run=run, config=settings)
     if done is not None:
