@@ -3,8 +3,10 @@ import re
 import numpy as np
 import pytest
 
+from qed.config import from_dict, to_dict
 from qed.data.corpus import Document, DocumentConfig, Documents, needle_texts
-from qed.data.needle import NOISE, answer_prefix, introduction, needle_sentence, question
+from qed.data.needle import NOISE, NeedleConfig, answer_prefix, introduction, needle_sentence, question
+from qed.data.prepare import PrepareConfig
 from qed.data.prose import load_prose, text_hash
 from qed.data.vocabulary import in_training, load_vocabulary, seeded
 
@@ -181,3 +183,10 @@ def test_embedded_prose_is_prose():
     assert text_hash(texts) == text_hash(list(texts))
     assert text_hash(texts) != text_hash(texts[1:])
     assert text_hash(["ab", "c"]) != text_hash(["a", "bc"])
+
+
+def test_configs_survive_json():
+    config = DocumentConfig(first_num_needles=(1, 2), curriculum=0.3, filler=(0.2, 0.9), longest_word=6)
+    assert from_dict(DocumentConfig, to_dict(config)) == config
+    assert from_dict(NeedleConfig, to_dict(NeedleConfig(task="niah_single_3"))) == NeedleConfig(task="niah_single_3")
+    assert from_dict(PrepareConfig, to_dict(PrepareConfig(num_tokens=5))) == PrepareConfig(num_tokens=5)
