@@ -104,8 +104,11 @@ def test_run_writes_rows_prints_a_table_and_draws(tmp_path, capsys, monkeypatch)
         bench(parser.parse_args(["run", *args, "--peers", "fla chunk_kd"]))
 
 
-def test_a_process_over_its_time_is_a_status_and_keeps_its_rows(tmp_path, monkeypatch):
-    args = argparse.Namespace(device="cpu", timeout=0.01)
-    made = run._workers([[["qed"]]], [TINY], args, {"ceilings": CEILINGS}, warm_only=False)
-    assert [row["status"] for row in made] == ["timed out after 0 s"]
-    assert "median_ms" not in made[0]
+def test_a_process_over_its_time_is_a_status_and_keeps_its_rows(tmp_path):
+    args = argparse.Namespace(device="cpu")
+    worker = run._start(["qed"], [TINY], args, {"ceilings": CEILINGS}, tmp_path, warm_only=False)
+    worker.out.write_text('{"peer": "qed", "status": "ok"}\n{"peer": "cut sh')
+    rows = worker.finish(0.01)
+    assert [row["status"] for row in rows] == ["ok", "timed out after 0 s"]
+    assert "median_ms" not in rows[1]
+    assert worker.process.returncode != 0

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,57 +79,75 @@ def _run(args: argparse.Namespace, path: Path) -> None:
     # ours share a process, each other peer has its own: its failure and its time are its own
     ours = [name for name in names if PEERS[name].library == "qed"]
     groups = [group for group in (ours, *([name] for name in names if name not in ours)) if group]
-    if args.warm:
-        _workers([[g] for g in groups], shapes, args, result, warm_only=True)
-    for group in tqdm(groups, desc="peers", unit="peer"):
-        result["rows"] += _workers([[group]], shapes, args, result, warm_only=False)
-        write_json(path, result)
-
-
-def _workers(
-    lanes: list[list[list[str]]],
-    shapes: list[Shape],
-    args: argparse.Namespace,
-    result: dict[str, Any],
-    *,
-    warm_only: bool,
-) -> list[dict[str, Any]]:
-    """Run one process a lane, all at once; return their rows, with a status row for each that was cut."""
     with tempfile.TemporaryDirectory() as folder:
-        started = []
-        for i, lane in enumerate(lanes):
-            peers = [name for group in lane for name in group]
-            out = Path(folder) / f"{i}.jsonl"
-            out.touch()
-            task = {
-                "peers": peers, "shapes": [asdict(s) for s in shapes], "device": args.device, "out": str(out),
-                "ceilings": result["ceilings"], "warm_only": warm_only,
-            }  # fmt: skip
-            command = [sys.executable, "-m", "qed.bench.worker", json.dumps(task)]
-            started.append((peers, out, subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
-        rows: list[dict[str, Any]] = []
+        if args.warm:
+            warming = [_start(group, shapes, args, result, Path(folder), warm_only=True) for group in groups]
+            for worker in warming:
+                worker.go()
+            for worker in warming:
+                worker.finish(args.timeout)
+        # all import their libraries now, while the first is at work; one at a time measures
+        workers = [_start(group, shapes, args, result, Path(folder), warm_only=False) for group in groups]
         try:
-            for peers, out, process in started:
-                status, detail = _wait(process, args.timeout)
-                rows += read_rows(out)
-                if status:
-                    row = {"peer": ", ".join(peers), "library": PEERS[peers[0]].library, "work": "process"}
-                    rows.append({**row, "status": status, "traceback": detail})
+            for worker in tqdm(workers, desc="peers", unit="process"):
+                worker.go()
+                result["rows"] += worker.finish(args.timeout)
+                write_json(path, result)
         finally:
-            for *_, process in started:
-                if process.poll() is None:
-                    process.kill()
+            for worker in workers:
+                worker.process.kill()
+
+
+@dataclass
+class Worker:
+    """A process that waits for the word to start, and the rows it leaves behind."""
+
+    peers: list[str]
+    out: Path
+    process: subprocess.Popen[str]
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has failed already, which finish() reports
+
+    def finish(self, seconds: float) -> list[dict[str, Any]]:
+        """Wait for the end; the rows it wrote, and one status row more where it was cut or failed."""
+        status = ""
+        try:
+            _, errors = self.process.communicate(timeout=seconds)
+            status = "failed" if self.process.returncode else ""
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            _, errors = self.process.communicate()
+            status = f"timed out after {seconds:.0f} s"
+        rows = read_rows(self.out)
+        if status:
+            row = {"peer": ", ".join(self.peers), "library": PEERS[self.peers[0]].library, "work": "process"}
+            rows.append({**row, "status": status, "traceback": errors[-2000:]})
         return rows
 
 
-def _wait(process: subprocess.Popen[str], seconds: float) -> tuple[str, str]:
-    try:
-        _, errors = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        _, errors = process.communicate()
-        return f"timed out after {seconds:.0f} s", errors[-2000:]
-    return ("", "") if process.returncode == 0 else ("failed", errors[-2000:])
+def _start(
+    peers: list[str],
+    shapes: list[Shape],
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    folder: Path,
+    *,
+    warm_only: bool,
+) -> Worker:
+    out = folder / f"{'warm' if warm_only else 'rows'}-{peers[0].replace(' ', '-')}.jsonl"
+    out.touch()
+    task = {
+        "peers": peers, "shapes": [asdict(s) for s in shapes], "device": args.device, "out": str(out),
+        "ceilings": result["ceilings"], "warm_only": warm_only,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "qed.bench.worker", json.dumps(task)]
+    return Worker(peers, out, subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
 
 
 def table(result: dict[str, Any]) -> str:

@@ -53,10 +53,11 @@ def short_convolution(
             raise ValueError(f"backend 'triton' takes widths up to {FUSED_WIDTH}; got {width}")
         from qed.ops.fused import short_convolution_op
 
-        missing = FUSED_WIDTH - width
         if state is not None:
-            x = torch.cat([F.pad(state, (0, 0, missing, 0)).to(x.dtype), x], 1)
-        return short_convolution_op(x, F.pad(weight, (missing, 0)), positions, 0 if state is None else FUSED_WIDTH - 1)
+            state = F.pad(state, (0, 0, FUSED_WIDTH - width, 0)) if width < FUSED_WIDTH else state
+            x = torch.cat([state.to(x.dtype), x], 1)
+        weight = F.pad(weight, (FUSED_WIDTH - width, 0)) if width < FUSED_WIDTH else weight
+        return short_convolution_op(x, weight, positions, 0 if state is None else FUSED_WIDTH - 1)
 
     wide = torch.promote_types(x.dtype, torch.float32)
     before = F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state.to(x.dtype), x], 1)

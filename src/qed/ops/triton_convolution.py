@@ -13,8 +13,8 @@ from torch import Tensor
 WIDTH = 4
 FORWARD_TOKENS, FORWARD_CHANNELS, FORWARD_WARPS = 16, 128, 4
 BACKWARD_CHANNELS, BACKWARD_WARPS = 256, 4
-# Tokens unrolled at a time, and tokens of one program; it walks three more, so that STRIP + 3 is a multiple.
-UNROLL, STRIP = 16, 61
+# Tokens of one backward program, which walks three more, four at a time.
+STRIP = 61
 
 
 @triton.jit
@@ -50,15 +50,47 @@ def convolution_kernel(
     tl.store(out, b_y.to(y.dtype.element_ty), mask=(o_t < T)[:, None] & m_c[None, :])
 
 
+@triton.jit
+def _step(state, sums, weights, x0, dy, place, own, PACKED: tl.constexpr):
+    """One token: the finished gradient of the input three before it, then the windows and sums moved on."""
+    x1, x2, x3, p1, p2, p3 = state
+    d0, d1, d2, d3 = sums
+    w0, w1, w2, w3 = weights
+    k1, k2, k3 = x1, x2, x3
+    if PACKED:
+        k1 = tl.where(place >= 1, x1, 0.0)
+        k2 = tl.where(place >= 2, x2, 0.0)
+        k3 = tl.where(place >= 3, x3, 0.0)
+    z = x0 * w0 + k1 * w1 + k2 * w2 + k3 * w3
+    gate = 1.0 / (1.0 + tl.exp(-z))
+    dz = dy * (gate * (1.0 + z * (1.0 - gate)))
+    dz_own = tl.where(own, dz, 0.0)
+    s1, s2, s3 = dz * w1, dz * w2, dz * w3
+    if PACKED:
+        s1 = tl.where(place >= 1, s1, 0.0)
+        s2 = tl.where(place >= 2, s2, 0.0)
+        s3 = tl.where(place >= 3, s3, 0.0)
+    sums = (d0 + dz_own * x0, d1 + dz_own * k1, d2 + dz_own * k2, d3 + dz_own * k3)
+    return p3 + s3, (x0, x1, x2, dz * w0, p1 + s1, p2 + s2), sums
+
+
+@triton.jit
+def _fetch(x, grad, positions, t, s_t, g_t, o_c, m_c, T, PACKED: tl.constexpr):
+    x0 = tl.load(x + t * s_t + o_c, mask=m_c & (t < T), other=0.0)
+    dy = tl.load(grad + t * g_t + o_c, mask=m_c & (t < T) & (t >= 0), other=0.0)
+    place = tl.load(positions + t, mask=t < T, other=0) if PACKED else 0
+    return x0, dy, place
+
+
 @triton.jit(do_not_specialize=["T", "NT"])
 def convolution_backward_kernel(
     x, weight, positions, grad, dx, dweight, T, NT, C, s_b, s_t, g_b, g_t,
-    SKIP: tl.constexpr, PACKED: tl.constexpr, STRIP: tl.constexpr, UNROLL: tl.constexpr, BC: tl.constexpr,
+    SKIP: tl.constexpr, PACKED: tl.constexpr, STRIP: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Walk a strip with windows of four inputs x and four pre-activation gradients z; 0 is the newest of each.
+    """Walk a strip with windows of the last three inputs and of their gradients, which later outputs complete.
 
     Rows are counted from the first output; the inputs that lie before it have rows -SKIP to -1. A strip owns the
-    gradient of its own rows and reads three rows on either side of them.
+    gradients of its own rows and reads three rows on either side of them.
     """
     i_c, i_bt = tl.program_id(0) % tl.cdiv(C, BC), tl.program_id(0) // tl.cdiv(C, BC)
     i_b, i_n = (i_bt // NT).to(tl.int64), i_bt % NT
@@ -73,44 +105,29 @@ def convolution_backward_kernel(
     x1 = tl.load(b_x + (first - 1) * s_t + o_c, mask=m_c & (first - 1 >= -SKIP), other=0.0).to(tl.float32)
     x2 = tl.load(b_x + (first - 2) * s_t + o_c, mask=m_c & (first - 2 >= -SKIP), other=0.0).to(tl.float32)
     x3 = tl.load(b_x + (first - 3) * s_t + o_c, mask=m_c & (first - 3 >= -SKIP), other=0.0).to(tl.float32)
-    # gradients of the last three inputs, still without what later outputs send back to them
     zero = tl.zeros([BC], tl.float32)
-    p1, p2, p3 = zero, zero, zero
-    d0, d1, d2, d3 = zero, zero, zero, zero
-    for start in range(0, STRIP + 3, UNROLL):
-        for step in tl.static_range(UNROLL):
-            t = first + start + step
-            m_x = m_c & (t < T)
-            x0 = tl.load(b_x + t * s_t + o_c, mask=m_x, other=0.0).to(tl.float32)
-            b_dy = tl.load(b_g + t * g_t + o_c, mask=m_x & (t >= 0), other=0.0).to(tl.float32)
-            k1, k2, k3 = x1, x2, x3
-            if PACKED:
-                place = tl.load(positions + t, mask=t < T, other=0)
-                k1 = tl.where(place >= 1, x1, 0.0)
-                k2 = tl.where(place >= 2, x2, 0.0)
-                k3 = tl.where(place >= 3, x3, 0.0)
-            z = x0 * w0 + k1 * w1 + k2 * w2 + k3 * w3
-            gate = 1.0 / (1.0 + tl.exp(-z))
-            dz = b_dy * gate * (1.0 + z * (1.0 - gate))
-            own = tl.where(start + step < STRIP, dz, 0.0)
-            d0 += own * x0
-            d1 += own * k1
-            d2 += own * k2
-            d3 += own * k3
-            s1, s2, s3 = dz * w1, dz * w2, dz * w3
-            if PACKED:
-                s1 = tl.where(place >= 1, s1, 0.0)
-                s2 = tl.where(place >= 2, s2, 0.0)
-                s3 = tl.where(place >= 3, s3, 0.0)
-            m_out = m_c & (start + step >= 3) & (t - 3 < T)
-            tl.store(b_dx + (t - 3) * C + o_c, (p3 + s3).to(dx.dtype.element_ty), mask=m_out)
-            p3, p2, p1 = p2 + s2, p1 + s1, dz * w0
-            x3, x2, x1 = x2, x1, x0
-    part = (i_bt.to(tl.int64) * C + o_c) * 4
-    tl.store(dweight + part + 3, d0, mask=m_c)
-    tl.store(dweight + part + 2, d1, mask=m_c)
-    tl.store(dweight + part + 1, d2, mask=m_c)
-    tl.store(dweight + part, d3, mask=m_c)
+    state, sums, weights = (x1, x2, x3, zero, zero, zero), (zero, zero, zero, zero), (w0, w1, w2, w3)
+    # four tokens ahead: a load may not pass the stores between it and its use
+    n0 = _fetch(b_x, b_g, positions, first, s_t, g_t, o_c, m_c, T, PACKED)
+    n1 = _fetch(b_x, b_g, positions, first + 1, s_t, g_t, o_c, m_c, T, PACKED)
+    n2 = _fetch(b_x, b_g, positions, first + 2, s_t, g_t, o_c, m_c, T, PACKED)
+    n3 = _fetch(b_x, b_g, positions, first + 3, s_t, g_t, o_c, m_c, T, PACKED)
+    for start in range(0, STRIP + 3, 4):
+        now = (n0, n1, n2, n3)
+        t = first + start
+        n0 = _fetch(b_x, b_g, positions, t + 4, s_t, g_t, o_c, m_c, T, PACKED)
+        n1 = _fetch(b_x, b_g, positions, t + 5, s_t, g_t, o_c, m_c, T, PACKED)
+        n2 = _fetch(b_x, b_g, positions, t + 6, s_t, g_t, o_c, m_c, T, PACKED)
+        n3 = _fetch(b_x, b_g, positions, t + 7, s_t, g_t, o_c, m_c, T, PACKED)
+        for step in tl.static_range(4):
+            x0, dy, place = now[step]
+            own = start + step < STRIP
+            done, state, sums = _step(state, sums, weights, x0.to(tl.float32), dy.to(tl.float32), place, own, PACKED)
+            m_out = m_c & (start + step >= 3) & (t + step - 3 < T)
+            tl.store(b_dx + (t + step - 3) * C + o_c, done.to(dx.dtype.element_ty), mask=m_out)
+    part = dweight + (i_bt.to(tl.int64) * C + o_c) * 4
+    for lag in tl.static_range(4):
+        tl.store(part + (3 - lag), sums[lag], mask=m_c)
 
 
 def forward(x: Tensor, weight: Tensor, positions: Tensor | None, skip: int) -> Tensor:
@@ -141,7 +158,7 @@ def backward(x: Tensor, weight: Tensor, positions: Tensor | None, grad: Tensor, 
         convolution_backward_kernel[(B * NT * triton.cdiv(C, BC),)](
             x, weight.contiguous(), None if positions is None else positions.contiguous(), grad, dx, parts, T, NT, C,
             x.stride(0), x.stride(1), grad.stride(0), grad.stride(1),
-            SKIP=skip, PACKED=positions is not None, STRIP=STRIP, UNROLL=UNROLL, BC=BC, num_warps=BACKWARD_WARPS,
+            SKIP=skip, PACKED=positions is not None, STRIP=STRIP, BC=BC, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype)
 

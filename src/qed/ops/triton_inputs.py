@@ -119,7 +119,7 @@ def recurrence_inputs_kernel(
 def recurrence_inputs_backward_kernel(
     q, k, v, decay, erase, write, A_log, dt_bias, strength, z,
     grad_q, grad_k, grad_v, grad_a, grad_g,
-    dq, dk, dv, ddecay, derase, dwrite, dA_log, ddt_bias, dstrength,
+    dq, dk, dv, ddecay, derase, dwrite, sums,
     T, NT, H,
     sqb, sqt, sqh, skb, skt, skh, svb, svt, svh, sdb, sdt, sdh, seb, ste, seh, swb, swt, swh,
     gqb, gqt, gqh, gkb, gkt, gkh, gvb, gvt, gvh, gab, gat, gah, ggb, ggt, ggh,
@@ -145,28 +145,21 @@ def recurrence_inputs_backward_kernel(
         m_tk = (o_t < T)[:, None] & m_k[None, :]
         m_tv = (o_t < T)[:, None] & m_v[None, :]
 
-        # decay
+        # every load comes before the first store: the compiler may not move one past the other
+        b_q = _load(q, sqb, sqt, sqh, i_b, o_t, i_h, o_k, m_tk)
+        b_k = _load(k, skb, skt, skh, i_b, o_t, i_h, o_k, m_tk)
+        b_e = _load(erase, seb, ste, seh, i_b, o_t, i_h, o_k, m_tk)
+        b_ga = _load(grad_a, gab, gat, gah, i_b, o_t, i_h, o_k, m_tk)
+        b_gq = _load(grad_q, gqb, gqt, gqh, i_b, o_t, i_h, o_k, m_tk)
+        b_gk = _load(grad_k, gkb, gkt, gkh, i_b, o_t, i_h, o_k, m_tk)
         b_gg = _load(grad_g, ggb, ggt, ggh, i_b, o_t, i_h, o_k, m_tk)
-        soft, slope = _softplus(_load(decay, sdb, sdt, sdh, i_b, o_t, i_h, o_k, m_tk) + bias[None, :])
-        b_dd = -rate * slope * b_gg
-        _store(ddecay, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_dd)
-        sum_bias += b_dd
-        sum_A += tl.sum(soft * b_gg, 1)
-
-        # written value
+        b_d = _load(decay, sdb, sdt, sdh, i_b, o_t, i_h, o_k, m_tk)
         b_gv = _load(grad_v, gvb, gvt, gvh, i_b, o_t, i_h, o_v, m_tv)
         b_v = _load(v, svb, svt, svh, i_b, o_t, i_h, o_v, m_tv)
         w = _sigmoid(_load(write, swb, swt, swh, i_b, o_t, i_h, o_v, m_tv))
-        _store(dv, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_gv * w)
-        _store(dwrite, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_gv * b_v * w * (1.0 - w))
 
         # erase vector
-        b_q = _load(q, sqb, sqt, sqh, i_b, o_t, i_h, o_k, m_tk)
-        b_k = _load(k, skb, skt, skh, i_b, o_t, i_h, o_k, m_tk)
-        b = _sigmoid(_load(erase, seb, ste, seh, i_b, o_t, i_h, o_k, m_tk))
-        b_gq = _load(grad_q, gqb, gqt, gqh, i_b, o_t, i_h, o_k, m_tk)
-        b_gk = _load(grad_k, gkb, gkt, gkh, i_b, o_t, i_h, o_k, m_tk)
-        b_ga = _load(grad_a, gab, gat, gah, i_b, o_t, i_h, o_k, m_tk)
+        b = _sigmoid(b_e)
         r_q = tl.rsqrt(tl.sum(b_q * b_q, 1) + NORM_EPS)[:, None]
         r_k = tl.rsqrt(tl.sum(b_k * b_k, 1) + NORM_EPS)[:, None]
         x_q, x_k = b_q * r_q, b_k * r_k
@@ -194,12 +187,22 @@ def recurrence_inputs_backward_kernel(
         _store(dq, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_dq)
         _store(dk, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_dk)
 
+        # decay
+        soft, slope = _softplus(b_d + bias[None, :])
+        b_dd = -rate * slope * b_gg
+        _store(ddecay, T, H, K, i_b, o_t, i_h, o_k, m_tk, b_dd)
+        sum_bias += b_dd
+        sum_A += tl.sum(soft * b_gg, 1)
+
+        # written value
+        _store(dv, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_gv * w)
+        _store(dwrite, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_gv * b_v * w * (1.0 - w))
+
     # one partial sum a program, added up afterwards in a fixed order
-    part = i_bt.to(tl.int64) * H + i_h
-    tl.store(ddt_bias + part * K + o_k, tl.sum(sum_bias, 0), mask=m_k)
-    tl.store(dA_log + part, tl.where(A > A_LOG_MAX, 0.0, -rate * tl.sum(sum_A, 0)))
-    if DIRECTION != "none":
-        tl.store(dstrength + part, tl.sum(sum_lam, 0))
+    part = sums + (i_bt.to(tl.int64) * H + i_h) * (K + 2)
+    tl.store(part + o_k, tl.sum(sum_bias, 0), mask=m_k)
+    tl.store(part + K, tl.where(A > A_LOG_MAX, 0.0, -rate * tl.sum(sum_A, 0)))
+    tl.store(part + K + 1, tl.sum(sum_lam, 0))
 
 
 def forward(
@@ -246,17 +249,17 @@ def backward(
     BT = max(1, BACKWARD_TILE // max(BK, BV))
     NB = max(1, min(BACKWARD_TOKENS // BT, triton.next_power_of_2(triton.cdiv(T, BT))))
     NT = triton.cdiv(T, BT * NB)
-    sum_A, sum_strength = (q.new_empty((B * NT, H), dtype=torch.float32) for _ in range(2))
-    sum_bias = q.new_empty((B * NT, H, K), dtype=torch.float32)
+    sums = q.new_empty((B * NT, H, K + 2), dtype=torch.float32)
     with torch.cuda.device_of(q):
         recurrence_inputs_backward_kernel[(B * NT * H,)](
             *streams, *parameters,
-            *gradients, *outputs, sum_A, sum_bias, sum_strength, T, NT, H, *strides,
+            *gradients, *outputs, sums, T, NT, H, *strides,
             K=K, V=V, BT=BT, NB=NB, BK=BK, BV=BV, DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project,
             num_warps=BACKWARD_WARPS,
         )  # fmt: skip
-    dstrength = torch.zeros_like(strength) if arm.direction == "none" else sum_strength.sum(0).to(strength.dtype)
-    return *outputs, sum_A.sum(0).to(A_log.dtype), sum_bias.sum(0).to(dt_bias.dtype), dstrength
+    bias, rate, strength_sum = sums.sum(0).split([K, 1, 1], -1)
+    dA_log, dstrength = rate[:, 0].to(A_log.dtype, copy=True), strength_sum[:, 0].to(strength.dtype, copy=True)
+    return *outputs, dA_log, bias.to(dt_bias.dtype, copy=True), dstrength
 
 
 def _dense(x: Tensor) -> Tensor:
