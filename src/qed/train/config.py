@@ -93,8 +93,9 @@ class TrainConfig:
 
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Compute type, weights always float32; auto: bf16 under autocast on a GPU that has it, else fp32."""
-    loss: Literal["logits", "liger"] = "logits"
-    """Cross-entropy from full logits, or liger-kernel's fused form that never stores them (CUDA)."""
+    loss: Literal["logits", "targets", "liger"] = "logits"
+    """Cross-entropy from all logits; from those of trained positions only; or liger-kernel's fused form, which never
+    stores them (CUDA)."""
     compile: bool = False
     """Compile the repeated block (one compilation serves every layer)."""
     activation_checkpointing: bool = False

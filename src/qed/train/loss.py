@@ -32,6 +32,12 @@ def liger_cross_entropy() -> LinearCrossEntropy:
     return cross_entropy
 
 
+def target_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Logits at the targets alone: far fewer where only answers are trained on. Waits for the device to count them."""
+    is_target = targets != IGNORED
+    return F.cross_entropy(F.linear(hidden[is_target], weight).float(), targets[is_target], reduction="sum")
+
+
 def shifted_targets(labels: torch.Tensor) -> torch.Tensor:
     """Labels moved so that position t holds what it predicts."""
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)

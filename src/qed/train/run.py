@@ -30,7 +30,7 @@ from qed.config import config_hash, to_dict
 from qed.records import provenance, read_json, read_rows, write_json, write_rows
 from qed.train import checkpoint
 from qed.train.config import RUNTIME_FIELDS, TrainConfig
-from qed.train.loss import liger_cross_entropy, use_linear_cross_entropy
+from qed.train.loss import liger_cross_entropy, target_cross_entropy, use_linear_cross_entropy
 from qed.train.measure import peak_bytes, strengths
 from qed.train.trainer import RunTrainer
 
@@ -243,6 +243,8 @@ def prepare_model(model: PreTrainedModel, config: TrainConfig) -> None:
         enable_activation_checkpointing(model)
     if config.loss == "liger":
         use_linear_cross_entropy(model, liger_cross_entropy())
+    elif config.loss == "targets":
+        use_linear_cross_entropy(model, target_cross_entropy)
     if config.compile:
         names = set(model._no_split_modules or ())
         blocks = [module for module in model.modules() if type(module).__name__ in names]

@@ -1,0 +1,162 @@
+"""Names the grid of runs and brings each to done exactly once, in processes of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from qed.config import to_dict
+from qed.data.sources import find_files
+from qed.records import read_json, write_json
+from qed.report import report
+from qed.study.presets import RunConfig, StudyConfig
+from qed.study.progress import Bars
+
+POLL_SECONDS = 0.5
+
+
+def reproduce(study: StudyConfig, out: Path, *, jobs: int | None = None) -> int:
+    """Bring the whole study in ``out`` to done, write ``out/report``, and print what came out; the exit status.
+
+    A run that fails does not stop the others; the report then names the gap and the status is 1.
+    """
+    if study.data is not None:
+        find_files(study.data)
+    with locked(out):
+        folders = prepare(study, out)
+        done = [folder.name for folder in folders if is_done(folder)]
+        if done:
+            print(f"already done, skipped: {', '.join(done)}")
+        results = run_all(folders, jobs=jobs)
+        failed = [folder for folder, result in results.items() if result != "done"]
+        for folder in failed:
+            failure = folder / "failure.json"
+            reason = read_json(failure)["error"] if failure.exists() else "killed from outside; run again to go on"
+            print(f"{folder.name} {results[folder]}: {reason} (see {folder / 'log.txt'})", file=sys.stderr)
+        if len(failed) == len(folders):
+            return 1
+        page = report(folders, out / "report", title=study.title, label=study.label)
+    _print_accuracies([folder for folder in folders if folder not in failed])
+    print(f"\nreport:  {page}\nnumbers: {page.with_name('report.json')}\nruns:    {out}")
+    return 1 if failed else 0
+
+
+def is_done(folder: Path) -> bool:
+    return (folder / "niah.json").exists()
+
+
+def prepare(study: StudyConfig, out: Path) -> dict[Path, RunConfig]:
+    """Folders of the grid, each with its ``config.json``; nothing is started.
+
+    Raises:
+        ValueError: a folder already holds a run of another config; the message names the first key that differs.
+    """
+    folders = {out / run.name: run for run in study.runs()}
+    for folder, run in folders.items():
+        path = folder / "config.json"
+        if path.exists():
+            difference = _first_difference(read_json(path), to_dict(run))
+            if difference:
+                raise ValueError(f"{folder} holds another run: {difference}; choose another --out")
+    for folder, run in folders.items():
+        if not (folder / "config.json").exists():
+            write_json(folder / "config.json", to_dict(run))
+    return folders
+
+
+def run_all(folders: dict[Path, RunConfig], *, jobs: int | None = None) -> dict[Path, str]:
+    """Run what is not done; return the status of every folder: "done", "failed" or "stopped".
+
+    ``jobs``: processes at a time; by default as many as there are CPU cores and runs. Every process gets an equal
+    share of the cores. Ctrl-C reaches the processes too: each saves its state, and the next call goes on from there.
+    """
+    waiting = [folder for folder in folders if not is_done(folder)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = min(jobs or cores, max(1, len(waiting)))
+    threads = max(1, cores // jobs)
+    running: dict[Path, subprocess.Popen] = {}
+    first = next(iter(folders.values()))
+    bars = Bars(first.train.num_steps, first.niah.num_examples * len(first.niah.lengths) * len(first.niah.tasks))
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                folder = waiting.pop(0)
+                running[folder] = _start(folder, threads)
+            time.sleep(POLL_SECONDS)
+            bars.update(running)
+            for folder in [folder for folder, process in running.items() if process.poll() is not None]:
+                del running[folder]
+                bars.close([folder])
+    except KeyboardInterrupt:
+        for process in running.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+        for process in running.values():
+            process.wait()
+        raise
+    finally:
+        for process in running.values():
+            if process.poll() is None:
+                process.terminate()
+        bars.close(list(running))
+    return {folder: status(folder) for folder in folders}
+
+
+def status(folder: Path) -> str:
+    """"done", "failed" (``failure.json`` says why), or "stopped"."""
+    if is_done(folder):
+        return "done"
+    return "failed" if (folder / "failure.json").exists() else "stopped"
+
+
+@contextlib.contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Refuse (``ValueError``) to work in a folder that another process is working in."""
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"another process is working in {out}; wait for it or choose another --out") from None
+        yield
+
+
+def _print_accuracies(folders: list[Path]) -> None:
+    """Accuracy by length with Wilson 95 % intervals, and how many examples each rests on."""
+    records = {folder.name: read_json(folder / "niah.json")["scores"] for folder in folders}
+    scores = next(iter(records.values()))
+    print(f"\nS-NIAH-1 accuracy in %, [95 % interval], {scores[0]['num_examples']} examples a length")
+    width = max(map(len, records)) + 2
+    print(" " * width + "".join(f"{score['length']:>18,}" for score in scores))
+    for name, rows in records.items():
+        cells = (f"{100 * r['accuracy']:.1f} [{100 * r['wilson'][0]:.0f}, {100 * r['wilson'][1]:.0f}]" for r in rows)
+        print(f"{name:<{width}}" + "".join(f"{cell:>18}" for cell in cells))
+
+
+def _start(folder: Path, threads: int) -> subprocess.Popen:
+    with open(folder / "log.txt", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "qed.study.worker", str(folder), "--threads", str(threads)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C is passed on by hand, once: a second one would cut short the saving of a run's state.
+            start_new_session=True,
+        )
+
+
+def _first_difference(old: object, new: object, path: str = "") -> str | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in sorted({*old, *new}):
+            found = _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            if found:
+                return found
+        return None
+    return None if old == new else f"{path} = {old!r} there, {new!r} now"
