@@ -48,6 +48,10 @@ def test_wrong_values_are_named(changes, message, config):
         config(**changes)
 
 
+def test_transformers_name_for_the_heads_is_understood(config):
+    assert config(num_attention_heads=5).num_heads == 5
+
+
 def test_a_config_survives_its_file(tmp_path, config):
     written = config(arm="qed-rand", strength_scale=-1, random_direction_seed=7)
     written.save_pretrained(tmp_path)

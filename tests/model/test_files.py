@@ -49,6 +49,9 @@ def test_bfloat16_loading_keeps_decay_theta_and_direction_in_float32(build, tmp_
         found = loaded.state_dict()[name]
         assert torch.equal(found, value if name.endswith(kept) else value.bfloat16()), name
         assert found.dtype == (torch.float32 if name.endswith(kept) else torch.bfloat16), name
+    loaded.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype="auto").state_dict()
+    assert all(torch.equal(value, again[name]) for name, value in loaded.state_dict().items())
 
 
 def test_strength_scale_is_set_at_load_time(build, tokens, tmp_path):
@@ -63,6 +66,7 @@ def test_strength_scale_is_set_at_load_time(build, tokens, tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_model_made_on_meta_is_initialised_like_any_other(tied, config, tokens):
+    """Memory is filled with NaN first: whatever is not drawn would show."""
     chosen = config(arm="qed-rand", tie_word_embeddings=tied, initializer_range=0.02)
     with torch.device("meta"):
         model = QEDForCausalLM(chosen)

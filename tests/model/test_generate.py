@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from qed.model.modeling import CACHE_FIELD
-
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "pad_token_id": 0}
 
 
@@ -51,13 +49,15 @@ def test_sampling_with_a_cache_equals_sampling_without(build, tokens):
     assert torch.equal(*drawn)
 
 
-def test_generation_goes_on_from_a_cache_that_the_caller_holds(build, tokens):
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated")
+def test_generation_goes_on_from_a_cache_that_the_caller_holds(name, build, tokens):
     model, ids = build(), tokens(1, 7)
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :4], cache=cache)
+        model(ids[:, :4], **{name: cache})
     # Linear layers keep no length, so only the new tokens are given.
-    out = model.generate(ids[:, 4:], **{CACHE_FIELD: cache}, **GREEDY)
+    out = model.generate(ids[:, 4:], **{name: cache}, **GREEDY)
     assert torch.equal(out[:, 3:], argmax_loop(model, ids)[:, 7:])
 
 

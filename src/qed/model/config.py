@@ -22,7 +22,9 @@ _OTHERS = ("model_type", "quantization_config", "auto_map")
 class QEDConfig(PreTrainedConfig):
     """A decoder of mixers and SwiGLU MLPs; the defaults are the paper's 340M model (section 5).
 
-    There is no ``max_position_embeddings``: the state has one size at every length.
+    There is no ``max_position_embeddings``: the state has one size at every length. Tools that look for one fall back
+    to a guess: lm-eval takes the tokenizer's ``model_max_length`` or 2048 and cuts prompts on the left, so give it
+    ``max_length``.
 
     Args:
         vocab_size: tokens in the vocabulary.

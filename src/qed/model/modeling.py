@@ -190,9 +190,11 @@ class QEDForCausalLM(QEDPreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any) -> Any:
         # Before 5.24 generate asks a cache called past_key_values for its length, which linear layers do not keep.
+        if CACHE_FIELD != "cache" and model_kwargs.get("cache") is not None:
+            model_kwargs[CACHE_FIELD] = model_kwargs.pop("cache")
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)  # type: ignore[misc]
-        if "past_key_values" in model_kwargs:
-            model_kwargs["cache"] = model_kwargs.pop("past_key_values")
+        if CACHE_FIELD in model_kwargs:
+            model_kwargs["cache"] = model_kwargs.pop(CACHE_FIELD)
 
     @can_return_tuple
     def forward(
