@@ -64,7 +64,16 @@ def write_run(
             for index in range(num_examples)
         ]
     write_rows(folder / "niah.jsonl", rows)
-    write_json(folder / "niah.json", {"num_examples": len(rows), "provenance": provenance})
+    scores = [
+        {
+            "task": "niah_single_1",
+            "length": length,
+            "num_tokens": {"min": length - 30, "mean": length - 20, "max": length - 16},
+        }
+        for length in LENGTHS
+    ]
+    niah = {"config": {"max_new_tokens": 16, "fill": "unit"}, "scores": scores, "provenance": provenance}
+    write_json(folder / "niah.json", niah)
     if arm != "gdn2":
         record["lambda"] = [[0.09, 0.1], [0.11, 0.12 + 0.01 * seed]]
         write_json(folder / "train.json", record)

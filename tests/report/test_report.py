@@ -65,6 +65,13 @@ def test_one_seed_is_called_an_illustration_and_never_a_finding(run_folders):
     assert not any(name.startswith("over-seeds") for name in content["tables"])
 
 
+def test_the_protocol_and_the_achieved_lengths_are_said(content):
+    lead = next(section["lead"] for section in content["sections"] if section["key"] == "niah_single_1")
+    assert "includes 16 tokens (RULER: 128) for the answer" in lead
+    assert "filled unit by unit" in lead
+    assert "226 to 240 at 256" in lead
+
+
 def test_different_seeds_of_two_arms_are_not_paired(tmp_path, synthetic_run):
     folders = [synthetic_run(tmp_path, "gdn2", 0, half_length=900), synthetic_run(tmp_path, "qed", 1, half_length=900)]
     content = assemble(load_runs(folders), title="unpaired")

@@ -17,6 +17,7 @@ DESCRIPTION = (
 )
 
 
+RULER_ANSWER_TOKENS = 128
 Part = tuple[str, str, dict[str, Any] | None]
 
 
@@ -34,7 +35,8 @@ def assemble(
     content["statements"] = statements(needle)
     content |= {"sections": [], "figures": {}, "tables": {}}
     for task in needle.tasks:
-        _section(content, task, f"{text.task_label(task)}: finding a needle", _needle(needle, task, behind))
+        heading = f"{text.task_label(task)}: finding a needle"
+        _section(content, task, heading, _needle(needle, task, behind), _protocol(runs, task))
     _section(content, "sweep", "Strength at inference", _sweep(runs, behind))
     _section(content, "recall", "Recall", _recall(runs, behind))
     _section(content, "loss", "Validation loss", _loss(runs))
@@ -89,6 +91,35 @@ def _needle(needle: values.Needle, task: str, reference: dict[str, Any] | None) 
         parts.append(("table", f"contrasts-{task}", contrasts))
     parts.append(("table", f"usable-context-{task}", values.usable_context_table(needle, task)))
     return parts
+
+
+def _protocol(runs: list[Run], task: str) -> str:
+    """How the examples were made, and how long the prompts came out, from the evaluations' own records."""
+    records = [run.niah for run in runs if run.niah and run.niah.get("config")]
+    if not records:
+        return ""
+    sentences = []
+    for reserved in sorted({record["config"]["max_new_tokens"] for record in records}):
+        aside = "" if reserved == RULER_ANSWER_TOKENS else f" (RULER: {RULER_ANSWER_TOKENS})"
+        sentences.append(f"A tested length includes {reserved} tokens{aside} for the answer.")
+    if {record["config"]["fill"] for record in records} == {"unit"}:
+        sentences.append(
+            "The haystack is filled unit by unit, not in RULER's larger steps, which short lengths cannot hold."
+        )
+    reached: dict[int, list[int]] = {}
+    for record in records:
+        for score in record.get("scores", []):
+            if score["task"] == task:
+                ends = reached.setdefault(score["length"], [score["num_tokens"]["min"], score["num_tokens"]["max"]])
+                ends[0] = min(ends[0], score["num_tokens"]["min"])
+                ends[1] = max(ends[1], score["num_tokens"]["max"])
+    if reached:
+        listed = [
+            f"{text.integer(low)} to {text.integer(high)} at {text.length_label(length)}"
+            for length, (low, high) in sorted(reached.items())
+        ]
+        sentences.append(f"Tokens of the prompts: {', '.join(listed)}.")
+    return " ".join(sentences)
 
 
 def _sweep(runs: list[Run], reference: dict[str, Any] | None) -> list[Part]:

@@ -154,7 +154,7 @@ def runs_table(needle: Needle) -> dict[str, Any]:
             {
                 "run": run.name,
                 "commit": _short(run.lookup("commit")),
-                "device": run.lookup("device"),
+                "device": _device(run),
                 "num_parameters": run.lookup("num_parameters"),
                 "num_tokens": run.lookup("num_tokens"),
                 "time_s": run.lookup("seconds"),
@@ -196,6 +196,12 @@ def curve(run: Run, key: str) -> dict[str, list[float]] | None:
     axis = "tokens" if all(isinstance(row.get("tokens"), int | float) for row in rows) else "step"
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), CURVE_POINTS)).round().astype(int))
     return {"axis": axis, "x": [rows[i].get(axis, i) for i in chosen], "y": [rows[i][key] for i in chosen]}  # type: ignore[dict-item]
+
+
+def _device(run: Run) -> str | None:
+    """The device's name; a CPU that is known by its architecture alone comes with the number of its cores."""
+    device, platform = run.lookup("device"), run.lookup("platform")
+    return platform if platform and device and device in platform else device
 
 
 def _either(counts: list[int]) -> str:
