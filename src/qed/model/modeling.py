@@ -74,7 +74,11 @@ class QEDLayer(GradientCheckpointingLayer):
 
 
 class QEDPreTrainedModel(PreTrainedModel):
-    """What loading, saving and generation need to know."""
+    """What loading, saving and generation need to know.
+
+    A 16-bit load keeps decay, theta and the random direction in float32. Train from a float32 load under autocast or
+    FSDP2's mixed-precision policy: FSDP2 wants one dtype in a group, and the decay is computed in float32 either way.
+    """
 
     config: QEDConfig
     config_class = QEDConfig
