@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from qed.config import config_hash
 from qed.train import CheckpointError, NonFiniteError, TrainConfig, build_model, checkpoint, train
 from qed.train.loss import use_linear_cross_entropy
+from qed.train.run import prepare_model
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -292,3 +294,22 @@ def test_every_field_has_a_docstring() -> None:
         if isinstance(node, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
     }
     assert documented == {field.name for field in dataclasses.fields(TrainConfig)}
+
+
+@pytest.mark.slow
+def test_one_compilation_serves_every_layer(runs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_block = torch.nn.Module.compile
+    # The graph is captured and differentiated as ever; generating machine code would only take time.
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_block(module, backend="aot_eager"))
+    config = runs.qed_config()
+    plain, compiled = (build_model(config, 0).train() for _ in range(2))
+    prepare_model(compiled, runs.train_config(compile=True))
+    rows = [runs.Rows()[index] for index in range(2)]
+    batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
+    torch._dynamo.utils.counters.clear()
+    for model in (plain, compiled):
+        model(**batch, use_cache=False).loss.backward()
+    counts = torch._dynamo.utils.counters
+    assert (counts["stats"]["unique_graphs"], len(counts["graph_break"])) == (1, 0)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(compiled.get_parameter(name).grad, parameter.grad)

@@ -184,11 +184,11 @@ def check_identity(saved: Mapping[str, Any], asked: Mapping[str, Any], where: Pa
                 )
 
 
-def check_row(dataset: Any, model_config: PreTrainedConfig, config: TrainConfig) -> None:
-    """``ValueError`` when the first row does not fit the model or the config."""
+def check_row(dataset: Any, model_config: PreTrainedConfig, config: TrainConfig, index: int = 0) -> None:
+    """``ValueError`` when a row does not fit the model or the config."""
     if not len(dataset):
         raise ValueError("the data set has no rows")
-    row = dataset[0]
+    row = dataset[index]
     missing = {"input_ids", "labels"} - set(row)
     if missing:
         raise ValueError(f"rows must hold input_ids and labels; got {', '.join(sorted(row))}")
@@ -199,10 +199,15 @@ def check_row(dataset: Any, model_config: PreTrainedConfig, config: TrainConfig)
         raise ValueError(f"token {int(tokens.max())} is outside the model's vocabulary of {model_config.vocab_size}")
 
 
+def computes_in_bf16(config: TrainConfig, *, use_cpu: bool = False) -> bool:
+    """What ``precision`` means on this machine."""
+    able = torch.cuda.is_available() and not use_cpu and torch.cuda.is_bf16_supported()
+    return config.precision == "bf16" or (config.precision == "auto" and able)
+
+
 def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = False) -> TrainingArguments:
     """``Trainer``'s arguments; what this room does itself is switched off in it."""
     on_gpu = torch.cuda.is_available() and not use_cpu
-    bf16 = config.precision == "bf16" or (config.precision == "auto" and on_gpu and torch.cuda.is_bf16_supported())
     if config.loss == "liger" and not (on_gpu and find_spec("liger_kernel")):
         raise ValueError("loss='liger' needs a CUDA device and liger-kernel (pip install 'qed-attention[gpu]')")
     if config.wandb and not find_spec("wandb"):
@@ -219,7 +224,7 @@ def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = Fal
         per_device_train_batch_size=config.micro_batch_rows,
         learning_rate=config.learning_rate,
         max_grad_norm=config.max_grad_norm or float("inf"),
-        bf16=bf16,
+        bf16=computes_in_bf16(config, use_cpu=use_cpu),
         use_cpu=use_cpu,
         seed=config.seed,
         logging_strategy="no",
