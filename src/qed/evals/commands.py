@@ -13,12 +13,12 @@ from typing import Any
 from ..config import nearest
 from ..data.prose import load_prose
 from ..data.sources import read_texts
+from ..model.load import find_checkpoints, load_model, load_tokenizer
 from . import compare as comparison
 from . import loss as loss_evaluation
 from . import niah as niah_evaluation
 from . import recall as recall_evaluation
 from . import strength as strength_evaluation
-from .load import find_checkpoints, load_model, load_tokenizer
 from .loss import LossConfig
 from .niah import NiahConfig, needle_tasks
 from .recall import RecallConfig

@@ -6,7 +6,6 @@ model that swallows an unknown keyword silently restarts from an empty state at 
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -223,14 +222,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(training)
-
-
-def fingerprint(model: nn.Module, tokenizer: Any) -> dict[str, str]:
-    """Twelve hex digits each for the weights and the tokenizer: outcomes belong to exactly these."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
-    return {"weights": digest.hexdigest()[:12], "tokenizer": hashlib.sha256(text.encode()).hexdigest()[:12]}

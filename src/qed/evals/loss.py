@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from ..config import nearest, to_dict
+from ..model.load import fingerprint
 from ..records import provenance, write_json
-from .decode import CACHE_NAMES, Calls, evaluating, fingerprint, measure_calls
+from .decode import CACHE_NAMES, Calls, evaluating, measure_calls
 from .outcomes import Outcomes, finished, run_name
 
 KEY = ("window",)

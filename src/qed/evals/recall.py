@@ -25,8 +25,9 @@ from tqdm.auto import tqdm
 
 from .. import statistics
 from ..config import nearest, to_dict
+from ..model.load import fingerprint
 from ..records import provenance, write_json
-from .decode import evaluating, fingerprint
+from .decode import evaluating
 from .engine import Engine
 from .outcomes import Outcomes, finished, run_name
 

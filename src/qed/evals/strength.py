@@ -17,8 +17,9 @@ from torch import nn
 
 from .. import statistics
 from ..config import to_dict
+from ..model.load import fingerprint
 from ..records import provenance, write_json
-from .decode import evaluating, fingerprint
+from .decode import evaluating
 from .engine import Engine
 from .niah import LASTING, SPEED, NiahConfig, Progress, answers, needle_tasks, summarise
 from .outcomes import Outcomes, finished, run_name

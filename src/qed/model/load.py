@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ..config import nearest
+from qed.config import nearest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -88,3 +90,14 @@ def load_model(checkpoint: Checkpoint, *, device: str | None = None, dtype: str 
         checkpoint.model, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False
     )
     return model.to(device).eval()
+
+
+def fingerprint(model: nn.Module, tokenizer: Any) -> dict[str, str]:
+    """Twelve hex digits each for the weights and the tokenizer: outcomes belong to exactly these."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().cpu().view(-1).view(torch.uint8).numpy().data)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))
+    return {"weights": digest.hexdigest()[:12], "tokenizer": hashlib.sha256(text.encode()).hexdigest()[:12]}
