@@ -109,6 +109,19 @@ def test_everything_given_is_escaped(page):
     assert "synthetic <b>fixture</b>" not in text
 
 
+def test_names_from_records_neither_escape_the_folder_nor_become_markup(tmp_path, synthetic_run):
+    folder = synthetic_run(tmp_path, "gdn2", 0, half_length=900)
+    rows = [row | {"task": "../../<img src=x>--><i>"} for row in read_rows(folder / "niah.jsonl")]
+    write_rows(folder / "niah.jsonl", rows)
+    write_json(folder / "config.json", {"arm": "<script>$x$</script>", "seed": 0})
+    text = report([folder], tmp_path / "out", title="names").read_text()
+    assert "<img" not in text
+    assert "<script>$x$" not in text
+    written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert all(path.parts[0] in ("out", "gdn2-seed0") for path in written)
+    assert "out/figures/accuracy-..-..-img-src-x----i-.svg" in map(str, written)
+
+
 def test_the_page_needs_no_network_and_no_other_file(page):
     text = page.read_text()
     head = text[: text.index('<script type="application/json"')]
@@ -216,3 +229,24 @@ def test_benchmarks_show_every_row_and_the_cost_of_qed(run_folders, tmp_path):
     assert "some &lt;device&gt;" in page.read_text()
     with pytest.raises(ValueError, match="no benchmark result at"):
         report(run_folders[:1], tmp_path / "out", title="speed", benchmarks=[tmp_path / "gone.json"])
+
+
+def test_records_alone_make_a_run_and_a_checkpoint_does_not(tmp_path, synthetic_run):
+    folder = synthetic_run(tmp_path, "qed-rand", 4, half_length=900)
+    record = read_json(folder / "train.json")
+    write_json(folder / "train.json", record | {"config": {"seed": 4}, "identity": {"model": {"arm": "qed-rand"}}})
+    (folder / "config.json").unlink()
+    moved = folder.rename(tmp_path / "by-hand")
+    (moved / "checkpoint").mkdir()
+    write_json(moved / "checkpoint/config.json", {"model_type": "qed", "arm": "qed-rand"})
+    (moved / "checkpoint/model.safetensors").touch()
+    assert find_runs([tmp_path]) == find_runs([moved]) == [moved]
+    run = load_runs([moved])[0]
+    assert (run.arm, run.seed, run.train_length) == ("qed-rand", 4, None)
+    (moved / "train.json").unlink()
+    run = load_runs([moved])[0]
+    assert (run.arm, run.seed) == ("by-hand", 0)
+    assert {
+        "no arm is recorded: shown as by-hand, by the folder's name",
+        "no seed is recorded: shown as seed 0",
+    } <= set(run.gaps)

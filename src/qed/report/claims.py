@@ -77,9 +77,8 @@ def _needle_claims(needle: Needle, task: str | None) -> list[dict[str, Any]]:
             ("qed", "gdn2"),
             claim="At the training length QED costs nothing",
             paper="100.0 against 99.0, 99.6 against 95.6 % at 2K",
-            test=f"interval of the mean paired difference lies inside ±{100 * SAME_ACCURACY:g} points or above; "
-            f"contradicted "
-            f"below −{100 * SAME_ACCURACY:g}",
+            test=f"interval of the mean paired difference over seeds lies above −{100 * SAME_ACCURACY:g} points; "
+            "contradicted below it",
             margin=SAME_ACCURACY,
         ),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib import metadata
 from typing import Any
 
@@ -63,10 +64,16 @@ def _section(content: dict[str, Any], key: str, heading: str, parts: list[Part],
     shown = []
     for kind, name, value in parts:
         if value is not None:
+            name = _slug(name)
             content[f"{kind}s"][name] = value
             shown.append({"kind": kind, "name": name})
     if shown:
-        content["sections"].append({"key": key, "heading": heading, "lead": lead, "parts": shown})
+        content["sections"].append({"key": _slug(key), "heading": heading, "lead": lead, "parts": shown})
+
+
+def _slug(name: str) -> str:
+    """A name safe in a path and in markup; task names come from the records."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip(".")
 
 
 def _needle(needle: values.Needle, task: str, reference: dict[str, Any] | None) -> list[Part]:

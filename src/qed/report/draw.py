@@ -87,7 +87,7 @@ def draw(spec: dict[str, Any], name: str) -> tuple[str, bytes]:
 def inline(svg: str, name: str, alt: str) -> str:
     """An SVG for the page itself: no prolog, names of its own, a text alternative, colours from the page's theme."""
     svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     for variable, (light, _) in palette().items():
         svg = svg.replace(light, f"var({variable})")
@@ -101,7 +101,9 @@ def dodged(series: dict[str, Any], runs: list[dict[str, Any]], scale: str) -> li
     "other."""
     if scale != "log" or series["role"] != "run" or len(runs) < 2:
         return series["x"]
-    shift = 2 ** (0.12 * (next(i for i, run in enumerate(runs) if run is series) / (len(runs) - 1) - 0.5))
+    shift = 2 ** (
+        min(0.12, 0.02 * len(runs)) * (next(i for i, run in enumerate(runs) if run is series) / (len(runs) - 1) - 0.5)
+    )
     return [x * shift for x in series["x"]]
 
 
@@ -164,9 +166,9 @@ def _marks(axes: Any, marks: list[dict[str, Any]]) -> None:
                 continue
             axes.annotate(
                 mark["label"],
-                (mark["x"], 0),
+                (mark["x"], 0.12),
                 xycoords=("data", "axes fraction"),
-                xytext=(5, 6),
+                xytext=(5, 0),
                 textcoords="offset points",
                 color=PAGE_COLOURS["muted"][0],
                 fontsize=9,

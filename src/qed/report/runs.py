@@ -90,14 +90,23 @@ def find_runs(paths: Iterable[Path | str]) -> list[Path]:
     for path in map(Path, paths):
         if not path.is_dir():
             raise ValueError(f"no such folder: {path}")
-        if (path / "config.json").exists():
+        if is_run(path):
             folders.append(path)
             continue
-        inside = sorted(child.parent for child in path.glob("*/config.json"))
+        inside = sorted(child for child in path.iterdir() if child.is_dir() and is_run(child))
         if not inside:
-            raise ValueError(f"{path} holds no run: wanted config.json in it or in a folder below it")
+            raise ValueError(
+                f"{path} holds no run: wanted config.json or a record such as train.json in it or one below"
+            )
         folders += inside
     return folders
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder holds a run's records or its configuration; a checkpoint's config.json alone is neither."""
+    if any((folder / name).exists() for name in (PARTS.keys() | EXTRA_PARTS.keys()) - {"config.json"}):
+        return True
+    return (folder / "config.json").exists() and not any(folder.glob("*.safetensors"))
 
 
 def load_run(folder: Path) -> Run:
@@ -118,14 +127,16 @@ def load_run(folder: Path) -> Run:
             gaps.append(f"{(PARTS | EXTRA_PARTS)[name]} ({name}) cannot be read: {error}")
             return None
 
-    config = part("config.json") or {}
+    config, train, niah = part("config.json") or {}, part("train.json"), part("niah.json")
+    arm = _search(config, "arm") or _search(train, "arm")
+    seed = next((value for value in (_search(config, "seed"), _search(train, "seed")) if isinstance(value, int)), None)
     named = re.fullmatch(r"(.+)-seed(\d+)", folder.name)
-    arm = _search(config, "arm") or (named and named[1])
-    seed = _search(config, "seed")
-    seed = seed if isinstance(seed, int) else (int(named[2]) if named else None)
-    if arm is None or seed is None:
-        raise ValueError(f"{folder} does not say its arm and seed: wanted them in config.json or a name like qed-seed0")
-    train, niah = part("train.json"), part("niah.json")
+    if arm is None:
+        arm = named[1] if named else folder.name
+        gaps.append(f"no arm is recorded: shown as {arm}, by the folder's name")
+    if seed is None:
+        seed = int(named[2]) if named else 0
+        gaps.append(f"no seed is recorded: shown as seed {seed}{', by the name of the folder' if named else ''}")
     for name, what in EXTRA_PARTS.items():
         if name.endswith(".json") and (folder / f"{name}l").exists() and not (folder / name).exists():
             gaps.append(f"{what} is not finished: {name}l without {name}")

@@ -16,7 +16,7 @@
   function dodged(series, spec) {
     const runs = spec.series.filter((one) => one.role === "run");
     if (spec.x.scale !== "log" || series.role !== "run" || runs.length < 2) return series.x;
-    const shift = 2 ** (0.12 * (runs.indexOf(series) / (runs.length - 1) - 0.5));
+    const shift = 2 ** (Math.min(0.12, 0.02 * runs.length) * (runs.indexOf(series) / (runs.length - 1) - 0.5));
     return series.x.map((x) => x * shift);
   }
 
@@ -98,7 +98,7 @@
         : {type: "line", xref: "paper", x0: 0, x1: 1, y0: mark.y, y1: mark.y, layer: "below",
           line: {color: variable("--muted"), width: 1}}),
       annotations: spec.marks.filter((mark) => "x" in mark && mark.label).map((mark) => ({
-        x: layoutX(mark.x, spec.x), y: 0, yref: "paper", text: mark.label, showarrow: false, xanchor: "left", xshift: 4,
+        x: layoutX(mark.x, spec.x), y: 0.12, yref: "paper", text: mark.label, showarrow: false, xanchor: "left", xshift: 4,
         yanchor: "bottom", font: {size: 12, color: variable("--muted")}})),
     };
     return Plotly.react(live, traces, layout, {responsive: true, displayModeBar: false, scrollZoom: false});
