@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Both measured on two cores: products of 32 rows run at full rate, and a slab's intermediates stay in cache.
+# Measured on two cores: larger chunks cost arithmetic, smaller ones calls; a slab keeps its intermediates in cache.
 CHUNK = 32
-SLAB = 16384
+SLAB = 4096
 
 
 def recurrence(
@@ -161,11 +161,11 @@ def _power_of_two(n: int) -> int:
 
 
 class _Slab(NamedTuple):
-    """Neighbouring steps worked on together: rows of the grids, rows of X, and X offsets of each step within."""
+    """Neighbouring steps worked on together: rows of the grids, entries of X, and how many of X each step has."""
 
     grid: slice
     x: slice
-    steps: list[slice]
+    sizes: list[int]
 
 
 def _slabs(part: _Part, heads: int) -> Iterator[_Slab]:
@@ -177,11 +177,11 @@ def _slabs(part: _Part, heads: int) -> Iterator[_Slab]:
         last = first + 1
         while last < num_steps and (part.offsets[last + 1] - begin) * heads * part.chunk <= SLAB:
             last += 1
-        edges = [(row - begin) * heads for row in part.offsets[first : last + 1]]
+        rows = part.offsets[first : last + 1]
         yield _Slab(
-            slice(begin, part.offsets[last]),
-            slice(begin * heads, part.offsets[last] * heads),
-            [slice(*pair) for pair in itertools.pairwise(edges)],
+            slice(rows[0], rows[-1]),
+            slice(rows[0] * heads, rows[-1] * heads),
+            [(end - start) * heads for start, end in itertools.pairwise(rows)],
         )
         first = last
 
@@ -224,6 +224,22 @@ def _pairs(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return pairs[:, 0], pairs[:, 1]
 
 
+def _scale(x_YRK: Tensor, by_Y1K: Tensor) -> None:
+    """In place; row by row where rows are few, as broadcasting over them would be slow."""
+    if x_YRK.shape[1] > 2:
+        x_YRK.mul_(by_Y1K)
+    else:
+        for row in x_YRK.unbind(1):
+            row.mul_(by_Y1K.squeeze(1))
+
+
+def _mix(weights_YRN: Tensor, x_YNK: Tensor) -> Tensor:
+    """Matrix product; by elements where it is an outer product or a sum of two rows, as those would be slow."""
+    if min(weights_YRN.shape[1:]) > 1:
+        return torch.bmm(weights_YRN, x_YNK)
+    return (weights_YRN.unsqueeze(3) * x_YNK.unsqueeze(1)).sum(2) if weights_YRN.shape[2] > 1 else weights_YRN * x_YNK
+
+
 def _levels(rows_XCRK: Tensor, cols_XCK: Tensor, decay_XCK: Tensor) -> Iterator[_Level]:
     """Merge blocks in place, yielding each level before it merges; afterwards rows and columns span the chunk."""
     total = decay_XCK
@@ -232,8 +248,8 @@ def _levels(rows_XCRK: Tensor, cols_XCK: Tensor, decay_XCK: Tensor) -> Iterator[
         first, second = _pairs(total, 1)
         later, earlier = _pairs(rows_XCRK, 2 * n)[1], _pairs(cols_XCK, n)[0]
         yield _Level(later, earlier, first, second)
-        later.mul_(first)
-        earlier.mul_(second)
+        _scale(later, first)
+        _scale(earlier, second)
         total = first * second
         n *= 2
 
@@ -259,19 +275,18 @@ def _forward(
             rows, cols, decay = _load_scores((q, k, a, g), C, dtype)
             reads, inverse, total = _scores(rows, cols, decay)
             values = _load([v], C, dtype).squeeze(2)
-            X = len(values)
-            residual = values if kept is None else keep.residual_XCV[slab.x]
-            responses = values.new_empty(X, 2 * C, V)
-            for x in slab.steps:
-                S = S_all[: x.stop - x.start]
-                if kept is not None:
-                    keep.state_XKV[slab.x][x].copy_(S)
-                torch.bmm(rows[x].flatten(1, 2), S, out=responses[x])
-                target = values[x] + responses[x].unflatten(1, (C, 2))[:, :, 1]
-                torch.bmm(inverse[x], target, out=residual[x])
-                S.mul_(total[x]).baddbmm_(cols[x].mT, residual[x])
-            out = torch.baddbmm(responses.unflatten(1, (C, 2))[:, :, 0], reads, residual)
-            _store(out, o_grid[slab.grid])
+            query, erase = rows.unbind(2)
+            if kept is None:
+                states, residual = values.new_empty(len(values), K, V), torch.empty_like(values)
+            else:
+                states, residual = keep.state_XKV[slab.x], keep.residual_XCV[slab.x]
+            by_step = (x.split(slab.sizes) for x in (states, erase, values, inverse, residual, total, cols.mT))
+            for before, erase_s, target, inverse_s, residual_s, total_s, cols_s in zip(*by_step, strict=True):
+                S = S_all[: len(before)]
+                before.copy_(S)
+                torch.bmm(inverse_s, target.baddbmm_(erase_s, S), out=residual_s)
+                S.mul_(total_s).baddbmm_(cols_s, residual_s)
+            _store(torch.bmm(query, states).baddbmm_(reads, residual), o_grid[slab.grid])
             if kept is not None:
                 keep.reads_XCC[slab.x].copy_(reads)
                 keep.inverse_XCC[slab.x].copy_(inverse)
@@ -311,7 +326,7 @@ def _backward(
     kept: list[_Kept],
     *,
     decay_too: bool,
-) -> tuple[tuple[Tensor | None, ...], Tensor]:
+) -> tuple[list[Tensor | None], Tensor]:
     """Gradients of ``q k v a g`` and of the initial state; docs/derivations.md has the algebra."""
     dtype = d_state_BHKV.dtype
     packing = plan.packing
@@ -320,7 +335,7 @@ def _backward(
     H = d_state.shape[1]
     q, k, _, a, g = inputs
     sources = [plan.grids(x) for x in (q, k, a, g, d_o)]
-    d_inputs, d_grids = zip(*(plan.empty(x) for x in inputs), strict=True)
+    d_inputs, d_grids = zip(*(plan.empty(x) for x in inputs[: 4 + decay_too]), strict=True)
     for i, part in reversed(list(enumerate(plan.parts))):
         C = part.chunk
         heads = d_grids[0][i].shape[1] * H
@@ -341,12 +356,16 @@ def _backward(
             d_response[:, :, 0] = d_out = _load([d_out], C, dtype).squeeze(2)
             d_residual = torch.bmm(reads.mT, d_out)
             d_states = torch.empty_like(state)
-            for x in reversed(slab.steps):
-                dS = dS_all[: x.stop - x.start]
-                d_states[x].copy_(dS)
-                d_value = torch.bmm(inverse[x].mT, torch.baddbmm(d_residual[x], cols[x], dS))
-                d_response[x, :, 1] = d_value
-                dS.mul_(total[x]).baddbmm_(rows[x].flatten(1, 2).mT, d_response[x].flatten(1, 2))
+            paired = rows.flatten(1, 2).mT, d_response.flatten(1, 2)
+            scanned = (d_states, d_residual, cols, inverse.mT, d_response[:, :, 1], total, *paired)
+            by_step = (reversed(x.split(slab.sizes)) for x in scanned)
+            for after, d_residual_s, cols_s, inverse_s, d_value, total_s, rows_s, d_response_s in zip(
+                *by_step, strict=True
+            ):
+                dS = dS_all[: len(after)]
+                after.copy_(dS)
+                d_value.copy_(torch.bmm(inverse_s, d_residual_s.baddbmm_(cols_s, dS)))
+                dS.mul_(total_s).baddbmm_(rows_s, d_response_s)
             d_rows = torch.bmm(d_response.flatten(1, 2), state.mT)
             d_cols = torch.bmm(residual, d_states.mT)
             # Gradient of the logarithm of each block's decay, handed down from the chunk to its tokens.
@@ -354,14 +373,14 @@ def _backward(
             for later, earlier, first, second in reversed(levels):
                 n = earlier.shape[1]
                 d_later, d_earlier = _pairs(d_rows, 2 * n)[1], _pairs(d_cols, n)[0]
-                d_later.mul_(first)
-                d_earlier.mul_(second)
+                _scale(d_later, first)
+                _scale(d_earlier, second)
                 if d_log is not None:
                     grown = [(later * d_later).sum(1, keepdim=True), (earlier * d_earlier).sum(1, keepdim=True)]
                     d_log = (torch.cat(grown, 1) + d_log.reshape(-1, 1, d_log.shape[-1])).view(-1, 1, d_log.shape[-1])
                 d_cross = torch.bmm(_pairs(d_response, 2 * n)[1], _pairs(residual, n)[0].mT)
-                d_later.add_(torch.bmm(d_cross, earlier))
-                d_earlier.add_(torch.bmm(d_cross.mT, later))
+                d_later.add_(_mix(d_cross, earlier))
+                d_earlier.add_(_mix(d_cross.mT, later))
             d_query, d_erase = d_rows.view_as(rows).mul_(decay.unsqueeze(2)).unbind(2)
             if d_log is not None:
                 d_decay = d_log.view_as(decay).addcmul_(query, d_query).addcmul_(erase, d_erase)
@@ -373,5 +392,4 @@ def _backward(
             _store(d_erase.neg_(), d_grids[3][i][slab.grid])
     if packing is not None:
         d_state = torch.empty_like(d_state).index_copy_(0, packing.order, d_state)
-    gradients = [plan.finish(x) for x in d_inputs]
-    return (*gradients[:4], gradients[4] if decay_too else None), d_state
+    return [plan.finish(x) for x in d_inputs] + [None] * (not decay_too), d_state
