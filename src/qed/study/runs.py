@@ -13,7 +13,7 @@ from qed.data.packing import GeneratedRows
 from qed.data.prose import load_prose, text_hash
 from qed.data.sources import read_texts
 from qed.data.tokenizer import TokenizerConfig, train_tokenizer
-from qed.evals.niah import evaluate
+from qed.evals.niah import evaluate, needle_tasks
 from qed.model.config import QEDConfig
 from qed.study.presets import RunConfig
 from qed.train import train
@@ -43,6 +43,7 @@ def execute(config: RunConfig, folder: Path, *, progress: bool = False) -> None:
     prose = load_prose() if config.data is None else list(read_texts(config.data))
     tokenizer = make_tokenizer(config.tokenizer, prose)
     documents = Documents(config.documents, tokenizer, prose)
+    needle_tasks(config.niah, tokenizer)  # an impossible length is refused before training
     num_rows = config.train.num_steps * config.train.batch_rows
     rows = GeneratedRows(documents, row_length=config.train.sequence_length, num_rows=num_rows, seed=config.seed)
     train(

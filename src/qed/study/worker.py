@@ -25,11 +25,14 @@ def main() -> int:
         from qed.config import from_dict
         from qed.study.presets import RunConfig
         from qed.study.runs import execute
-
+        from qed.train import TrainingInterrupted
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    try:
         if arguments.threads:
             torch.set_num_threads(arguments.threads)
         execute(from_dict(RunConfig, read_json(arguments.folder / "config.json")), arguments.folder)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, TrainingInterrupted):
         return INTERRUPTED
     except Exception as error:
         write_json(failure, {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})

@@ -52,7 +52,7 @@ def use_linear_cross_entropy(model: PreTrainedModel, cross_entropy: LinearCrossE
             return original(input_ids=input_ids, **inputs)
         hidden = model.base_model(input_ids=input_ids, **inputs).last_hidden_state
         if inputs.get("cu_seqlens") is not None:
-            labels = labels.index_fill(1, inputs["cu_seqlens"][:-1], IGNORED)
+            labels = labels.index_fill(1, inputs["cu_seqlens"][:-1].long(), IGNORED)
         targets = shifted_targets(labels)
         total = cross_entropy(hidden.flatten(0, 1), model.get_output_embeddings().weight, targets.flatten())
         if num_items_in_batch is None:
