@@ -51,7 +51,7 @@ def gated_delta_rule(
     Raises:
         ValueError: an argument's shape, dtype or device does not fit the others; the message names the layout.
     """
-    num_states = _check(q, k, v, a, g, initial_state, cu_seqlens)
+    num_states = check_arguments(q, k, v, a, g, initial_state, cu_seqlens)
     wide = torch.promote_types(q.dtype, torch.float32)
     if g is None:
         g = q.new_zeros((), dtype=wide).expand(q.shape)
@@ -91,7 +91,7 @@ def _by_document(
     return torch.cat([o for o, _ in parts], 1), torch.cat([s for _, s in parts], 0)
 
 
-def _check(
+def check_arguments(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from qed.ops.tiles import segment_length
 
+MAX_WIDTH = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 # Optional[...] below: torch reads operator schemas from annotations.
 
 
@@ -30,10 +33,17 @@ def forward_op(
 
 @forward_op.register_fake
 def _(q, k, v, a, g, initial_state, cu_seqlens):  # type: ignore[no-untyped-def]
+    return empty_outputs(q, v, initial_state, cu_seqlens)
+
+
+def empty_outputs(
+    q: Tensor, v: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`forward_op` returns, not filled."""
     B, T, H, K = q.shape
     V = v.shape[3]
     packed = cu_seqlens is not None
-    num_docs = cu_seqlens.shape[0] - 1 if packed else B
+    num_docs = cu_seqlens.shape[0] - 1 if cu_seqlens is not None else B
     segment = segment_length(num_docs, T, H, V, packed=packed)
     state = initial_state.new_empty(initial_state.shape)
     if segment >= T:
@@ -93,9 +103,15 @@ def gated_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The recurrence on Triton kernels. Under autocast q, k, v and a take its dtype; g and the state stay float32."""
+    if not q.is_cuda:
+        raise ValueError(f"backend='triton' runs on CUDA tensors; got {q.device}; use backend='chunked'")
+    if max(q.shape[3], v.shape[3]) > MAX_WIDTH:
+        raise ValueError(f"backend='triton' takes K, V <= {MAX_WIDTH}; got K = {q.shape[3]}, V = {v.shape[3]}")
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v, a = (x.to(dtype) for x in (q, k, v, a))
+    if q.dtype not in DTYPES:
+        raise ValueError(f"backend='triton' takes bfloat16, float16 or float32; got {q.dtype}; use backend='chunked'")
     o, final_state, _, _ = forward_op(q, k, v, a, g, initial_state, cu_seqlens)
     return o, final_state
 

@@ -38,7 +38,7 @@ def _softplus(x):
 
 
 @triton.jit
-def _sigmoid(x):
+def sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
@@ -71,6 +71,25 @@ def _direction(
     return x, u, along, d
 
 
+@triton.jit
+def prologue(
+    b_q, b_k, b_e, b_d, A_log, dt_bias, strength, z, o_k, m_k, i_h,
+    K: tl.constexpr, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    """Unit q and k, erase vector and log-decay of raw ``[rows, BK]`` tiles of one head, in float32."""
+    x_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, 1) + NORM_EPS)[:, None]
+    x_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 1) + NORM_EPS)[:, None]
+    b = sigmoid(b_e)
+    a = b * x_k
+    if DIRECTION != "none":
+        _, _, _, d = _direction(x_q, x_k, b, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT)
+        a += tl.load(strength + i_h).to(tl.float32) * d
+    rate = tl.exp(tl.minimum(tl.load(A_log + i_h).to(tl.float32), A_LOG_MAX))
+    bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    soft, _ = _softplus(b_d + bias[None, :])
+    return x_q, x_k, a, -rate * soft
+
+
 @triton.jit(do_not_specialize=["T", "NT", "H"])
 def recurrence_inputs_kernel(
     q, k, v, decay, erase, write, A_log, dt_bias, strength, z,
@@ -96,23 +115,14 @@ def recurrence_inputs_kernel(
     b_v = _load(v, svb, svt, svh, i_b, o_t, i_h, o_v, m_tv)
     b_w = _load(write, swb, swt, swh, i_b, o_t, i_h, o_v, m_tv)
 
-    x_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, 1) + NORM_EPS)[:, None]
-    x_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 1) + NORM_EPS)[:, None]
+    x_q, x_k, a, g = prologue(
+        b_q, b_k, b_e, b_d, A_log, dt_bias, strength, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT
+    )
     _store(out_q, T, H, K, i_b, o_t, i_h, o_k, m_tk, x_q)
     _store(out_k, T, H, K, i_b, o_t, i_h, o_k, m_tk, x_k)
-
-    b = _sigmoid(b_e)
-    a = b * x_k
-    if DIRECTION != "none":
-        _, _, _, d = _direction(x_q, x_k, b, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT)
-        a += tl.load(strength + i_h).to(tl.float32) * d
     _store(out_a, T, H, K, i_b, o_t, i_h, o_k, m_tk, a)
-
-    rate = tl.exp(tl.minimum(tl.load(A_log + i_h).to(tl.float32), A_LOG_MAX))
-    bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    soft, _ = _softplus(b_d + bias[None, :])
-    _store(out_g, T, H, K, i_b, o_t, i_h, o_k, m_tk, -rate * soft)
-    _store(out_v, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_v * _sigmoid(b_w))
+    _store(out_g, T, H, K, i_b, o_t, i_h, o_k, m_tk, g)
+    _store(out_v, T, H, V, i_b, o_t, i_h, o_v, m_tv, b_v * sigmoid(b_w))
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H"])
@@ -156,10 +166,10 @@ def recurrence_inputs_backward_kernel(
         b_d = _load(decay, sdb, sdt, sdh, i_b, o_t, i_h, o_k, m_tk)
         b_gv = _load(grad_v, gvb, gvt, gvh, i_b, o_t, i_h, o_v, m_tv)
         b_v = _load(v, svb, svt, svh, i_b, o_t, i_h, o_v, m_tv)
-        w = _sigmoid(_load(write, swb, swt, swh, i_b, o_t, i_h, o_v, m_tv))
+        w = sigmoid(_load(write, swb, swt, swh, i_b, o_t, i_h, o_v, m_tv))
 
         # erase vector
-        b = _sigmoid(b_e)
+        b = sigmoid(b_e)
         r_q = tl.rsqrt(tl.sum(b_q * b_q, 1) + NORM_EPS)[:, None]
         r_k = tl.rsqrt(tl.sum(b_k * b_k, 1) + NORM_EPS)[:, None]
         x_q, x_k = b_q * r_q, b_k * r_k
