@@ -4,6 +4,6 @@ Every peer gets the same tensors, passes the same error rule before it is timed,
 a time limit. Rows are written as they are made. A failure, a time-out or a lack of memory is a status, never a number.
 """
 
-from qed.bench.run import add_arguments, bench
+from qed.bench.run import add_arguments, bench, main
 
-__all__ = ["add_arguments", "bench"]
+__all__ = ["add_arguments", "bench", "main"]

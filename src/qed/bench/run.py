@@ -46,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of results and figures")
 
 
+def main(arguments: list[str]) -> int:
+    """``qed bench`` with the words that follow it; see :func:`bench`."""
+    parser = argparse.ArgumentParser(prog="qed bench", description="Time the operator beside its peers.")
+    add_arguments(parser)
+    return bench(parser.parse_args(arguments))
+
+
 def bench(args: argparse.Namespace) -> int:
     """Run, show or tune; 0, or 1 where a peer of ours has no time."""
     if args.action == "tune":

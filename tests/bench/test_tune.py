@@ -1,0 +1,72 @@
+import ast
+
+import pytest
+import torch
+
+from qed.bench import main
+from qed.bench.tune import CANDIDATES, rewrite, search
+from qed.ops.tiles import Plan, plan_for
+
+TEXT = """X = 1
+TABLE: dict[tuple[str, int, int], dict[str, int]] = {}
+
+
+def f():
+    return {
+        1: 2,
+    }
+"""
+
+
+def test_search_changes_one_field_at_a_time_and_refuses_what_fails():
+    tried = []
+
+    def score(plan):
+        tried.append(plan)
+        if plan.walk_rows == 128:
+            return None
+        # noise alone is no reason to change
+        return 10 - 2 * (plan.prepare_warps == 1) - 0.05 * (plan.walk_warps == 8) - (plan.gradient_warps == 4)
+
+    start = Plan(torch.bfloat16, "tf32", "tf32x3")
+    best, ms = search(start, score)
+    assert (best.prepare_warps, best.gradient_warps, best.walk_rows) == (1, 4, start.walk_rows)
+    assert best.walk_warps == start.walk_warps
+    assert ms == pytest.approx(7)
+    assert len(tried) <= 1 + sum(map(len, CANDIDATES.values()))
+    with pytest.raises(RuntimeError, match="current plan fails"):
+        search(start, lambda plan: None)
+
+
+def test_every_candidate_is_a_field_of_the_plan():
+    plan = Plan(torch.bfloat16, "tf32", "tf32x3")
+    assert all(isinstance(getattr(plan, name), int) for name in CANDIDATES)
+
+
+def test_the_table_is_rewritten_row_by_row():
+    text = rewrite(TEXT, ("sm90", 128, 128), {"walk_rows": 128}, "card one, 1.0 ms")
+    text = rewrite(text, ("sm90", 64, 64), {}, "card one, 0.5 ms")
+    text = rewrite(text, ("sm90", 128, 128), {"walk_rows": 32, "walk_warps": 2}, "card one, 0.9 ms")
+    table = next(node for node in ast.parse(text).body if isinstance(node, ast.AnnAssign))
+    assert ast.literal_eval(table.value) == {
+        ("sm90", 64, 64): {},
+        ("sm90", 128, 128): {"walk_rows": 32, "walk_warps": 2},
+    }
+    assert "card one, 0.9 ms" in text
+    assert "1.0 ms" not in text
+    assert text.endswith(TEXT[TEXT.index("\n\ndef f") :])
+    with pytest.raises(ValueError, match="no TABLE"):
+        rewrite("X = 1\n", ("sm90", 64, 64), {}, "")
+
+
+def test_the_source_holds_a_table_and_unknown_cards_get_the_defaults():
+    from qed.ops import tiles
+
+    with open(tiles.__file__, encoding="utf-8") as file:
+        assert "sm00" in rewrite(file.read(), ("sm00", 64, 64), {}, "none")
+    assert plan_for(torch.bfloat16, 64, 64, "sm00") == Plan(torch.bfloat16, "tf32", "tf32x3")
+
+
+def test_tuning_needs_a_gpu():
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        main(["tune", "--device", "cpu"])
