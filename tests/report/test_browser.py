@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 
+from qed.report import report
 from qed.report.text import cell
 
 pytestmark = pytest.mark.browser
@@ -203,3 +204,21 @@ def test_in_print_the_static_drawings_stand(browser, page):
     )
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
     assert shown == [["block"], ["none"], ["none"]]
+
+
+@pytest.mark.slow
+def test_fifty_runs_stay_small_and_open_fast(browser, synthetic_run, tmp_path):
+    arms = ("gdn2", "qed", "qed-nogate", "qed-noproj", "qed-rand")
+    folders = [
+        synthetic_run(tmp_path, arm, seed, half_length=900 + 100 * seed, num_examples=40)
+        for arm in arms
+        for seed in range(10)
+    ]
+    page = report(folders, tmp_path / "out", title="Fifty runs")
+    assert page.stat().st_size < 10e6
+    # Processor time of the page's main thread: what opening costs, whatever else the machine does.
+    browser.execute_cdp_cmd("Performance.enable", {"timeDomain": "threadTicks"})
+    look(browser, page)
+    metrics = {one["name"]: one["value"] for one in browser.execute_cdp_cmd("Performance.getMetrics", {})["metrics"]}
+    browser.execute_cdp_cmd("Performance.disable", {})
+    assert 0 < metrics["TaskDuration"] < 2

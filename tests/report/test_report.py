@@ -65,6 +65,13 @@ def test_one_seed_is_called_an_illustration_and_never_a_finding(run_folders):
     assert not any(name.startswith("over-seeds") for name in content["tables"])
 
 
+def test_an_arm_with_one_seed_beside_others_with_more_is_named(run_folders, tmp_path, synthetic_run):
+    single = synthetic_run(tmp_path, "qed-rand", 0, half_length=900)
+    content = assemble(load_runs([*run_folders, single]), title="one more")
+    assert "One seed of QED-rand: an illustration, not a finding." in said(content, "caution")
+    assert "QED minus GDN-2, mean over 5 seeds" in said(content, "finding")
+
+
 def test_the_protocol_and_the_achieved_lengths_are_said(content):
     lead = next(section["lead"] for section in content["sections"] if section["key"] == "niah_single_1")
     assert "includes 16 tokens (RULER: 128) for the answer" in lead
@@ -207,7 +214,9 @@ def test_diagnostics_are_those_of_the_record(run_folders, content):
         ]
         assert {name: row[f"q{name}"] for name in one["quantiles"]} == one["quantiles"]
     drawn = {one["label"]: one for one in content["figures"]["needle-read"]["series"]}
-    assert drawn["QED, seed 1"]["y"] == probe["needle"]["read"]
+    line = drawn["QED, seed 1"]
+    assert (len(line["x"]), line["x"][0], line["x"][-1]) == (200, 0, 399)
+    assert line["y"] == [probe["needle"]["read"][position] for position in line["x"]]
     by_position = next(one for one in content["figures"]["state_norm-by-position"]["series"] if one["seed"] == 1)
     means = [row["mean"] for row in probe["summaries"] if row["quantity"] == "state_norm" and row["start"]]
     assert by_position["y"] == means

@@ -16,6 +16,7 @@ from . import text
 from .figures import figure
 from .runs import Run
 from .tables import table
+from .values import thinned
 
 LABELS = {
     "e": "eigenvalue e = 1 − a·k",
@@ -180,6 +181,7 @@ def needle_figure(runs: list[Run]) -> dict[str, Any] | None:
         read = (run.probe or {}).get("needle")
         if not read:
             continue
+        shown = thinned(len(read["position"]))
         what.add(read.get("quantity", "read of the needle's key"))
         marks[read["needle_end"]] = {"x": read["needle_end"], "label": "needle ends"}
         series.append(
@@ -188,20 +190,20 @@ def needle_figure(runs: list[Run]) -> dict[str, Any] | None:
                 "arm": run.arm,
                 "seed": run.seed,
                 "role": "curve",
-                "x": read["position"],
-                "y": read["read"],
+                "x": [read["position"][i] for i in shown],
+                "y": [read["read"][i] for i in shown],
             }
         )
     if not series:
         return None
-    shown = " / ".join(sorted(what))
+    name = " / ".join(sorted(what))
     return figure(
         "What the state holds of the needle",
-        f"{shown[:1].upper()}{shown[1:]} after each token of one example: it rises when the needle is read; what is "
+        f"{name[:1].upper()}{name[1:]} after each token of one example: it rises when the needle is read; what is "
         f"left at "
         "the end is what the question can find.",
         series,
         x={"label": "position, tokens", "scale": "linear"},
-        y={"label": shown, "scale": "linear"},
+        y={"label": name, "scale": "linear"},
         marks=[marks[end] for end in sorted(marks)],
     )

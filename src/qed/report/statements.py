@@ -18,18 +18,20 @@ def statements(needle: Needle) -> list[dict[str, str]]:
     said += _learning(needle)
     if task is None:
         return [*said, _caution("No needle outcomes were found, so nothing is compared here.")]
-    seeds = {arm: {run.seed for run in runs if run.arm == arm} for arm in arms}
-    shared = set.intersection(*seeds.values())
-    if len(shared) < 2 and len(arms) > 1:
+    counts = {arm: sum(run.arm == arm for run in runs) for arm in arms}
+    single = [text.arm_label(arm) for arm in arms if counts[arm] == 1]
+    pooled = pooled_table(needle, task, *CONTRASTS[0])
+    if pooled is not None:
+        said.append(_differences(needle, pooled))
+    if len(single) == len(arms):
         said.append(
             _caution(
                 "One seed an arm: an illustration, not a finding. Between seeds of one arm accuracy past the training "
-                "length "
-                "varies widely, so a difference between two models says little about the two arms."
+                "length varies widely, so a difference between two models says little about the two arms."
             )
         )
-    elif (pooled := pooled_table(needle, task, *CONTRASTS[0])) is not None:
-        said.append(_differences(needle, pooled))
+    elif single:
+        said.append(_caution(f"One seed of {_join(single)}: an illustration, not a finding."))
     return said
 
 

@@ -188,13 +188,18 @@ def final_loss(run: Run) -> float | None:
     return losses[-1] if losses else None
 
 
+def thinned(count: int) -> list[int]:
+    """At most ``CURVE_POINTS`` indices spread evenly over ``count``, the first and the last among them."""
+    return np.unique(np.linspace(0, count - 1, min(count, CURVE_POINTS)).round().astype(int)).tolist()
+
+
 def curve(run: Run, key: str) -> dict[str, list[float]] | None:
     """A logged quantity against tokens, thinned evenly to at most ``CURVE_POINTS`` and always with the last point."""
     rows = [row for row in run.log if isinstance(row.get(key), int | float)]
     if not rows:
         return None
     axis = "tokens" if all(isinstance(row.get("tokens"), int | float) for row in rows) else "step"
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), CURVE_POINTS)).round().astype(int))
+    chosen = thinned(len(rows))
     return {"axis": axis, "x": [rows[i].get(axis, i) for i in chosen], "y": [rows[i][key] for i in chosen]}  # type: ignore[dict-item]
 
 
