@@ -218,6 +218,25 @@ def test_rows_that_do_not_fit_are_refused(
         run(runs, tmp_path, runs.Rows(length=length, vocab=vocab))
 
 
+def test_weights_of_16_bits_are_refused(tmp_path: Path, runs: ModuleType) -> None:
+    model = build_model(runs.model_config(), 0).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is torch\.bfloat16"):
+        train(model, None, runs.Rows(), runs.train_config(), tmp_path)
+
+
+def test_tensorboard_shows_every_head(tmp_path: Path, runs: ModuleType) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = runs.train_config(num_tokens=256, decay_start_tokens=None, log_every_steps=1, tensorboard=None)
+    train(runs.qed_config(), None, runs.Rows(), config, tmp_path, progress=False)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert {f"train/lambda/layer{layer:02d}/head{head:02d}" for layer in range(2) for head in range(2)} <= set(
+        events.Tags()["scalars"]
+    )
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4]
+
+
 def test_workers_change_no_number(tmp_path: Path, runs: ModuleType) -> None:
     short = {"num_tokens": 256, "decay_start_tokens": None}
     run(runs, tmp_path / "0", **short)

@@ -25,6 +25,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.utils import logging as transformers_logging
 
 from qed.config import config_hash, to_dict
 from qed.records import provenance, read_json, read_rows, write_json, write_rows
@@ -93,6 +94,7 @@ def train(
         check_identity(read_json(checkpoints[-1] / checkpoint.STATE)["identity"], identity, checkpoints[-1])
     if isinstance(model, PreTrainedConfig):
         model = build_model(model, config.seed)
+    check_weights(model)
     use_cache = model.config.use_cache
 
     args = training_arguments(config, folder, use_cpu=use_cpu)
@@ -114,6 +116,8 @@ def train(
     if checkpoints:
         trainer.resume_from(checkpoints[-1])
     if writer:
+        if config.tensorboard is not False and find_spec("tensorboard"):
+            trainer.add_callback(tensorboard_callback(folder, first_step=trainer.first_step))
         checkpoint.sweep(root)
         rows = read_rows(folder / ROWS) if (folder / ROWS).exists() else []
         write_rows(folder / ROWS, [row for row in rows if row["step"] <= trainer.first_step])
@@ -199,6 +203,16 @@ def check_row(dataset: Any, model_config: PreTrainedConfig, config: TrainConfig,
         raise ValueError(f"token {int(tokens.max())} is outside the model's vocabulary of {model_config.vocab_size}")
 
 
+def check_weights(model: PreTrainedModel) -> None:
+    """``ValueError`` unless all weights are float32: 16-bit weights lose small updates, and the decay its range."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"training keeps float32 weights and computes in bf16 by itself; {name} is {parameter.dtype}. "
+                "Load with dtype=torch.float32"
+            )
+
+
 def computes_in_bf16(config: TrainConfig, *, use_cpu: bool = False) -> bool:
     """What ``precision`` means on this machine."""
     able = torch.cuda.is_available() and not use_cpu and torch.cuda.is_bf16_supported()
@@ -212,12 +226,8 @@ def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = Fal
         raise ValueError("loss='liger' needs a CUDA device and liger-kernel (pip install 'qed-attention[gpu]')")
     if config.wandb and not find_spec("wandb"):
         raise ValueError("wandb=True needs Weights & Biases: pip install wandb")
-    has_tensorboard = find_spec("tensorboard") is not None
-    if config.tensorboard and not has_tensorboard:
+    if config.tensorboard and not find_spec("tensorboard"):
         raise ValueError("tensorboard=True needs TensorBoard: pip install tensorboard")
-    reports = ["wandb"] if config.wandb else []
-    if config.tensorboard or (config.tensorboard is None and has_tensorboard):
-        reports.append("tensorboard")
     return TrainingArguments(
         output_dir=str(folder),
         max_steps=config.num_steps,
@@ -231,7 +241,7 @@ def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = Fal
         logging_nan_inf_filter=False,
         save_strategy="no",
         eval_strategy="no",
-        report_to=reports,
+        report_to=["wandb"] if config.wandb else [],
         run_name=folder.name,
         disable_tqdm=True,
         # The sampler starts at the checkpoint's position itself.
@@ -240,6 +250,14 @@ def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = Fal
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
     )
+
+
+def tensorboard_callback(folder: Path, *, first_step: int) -> TrainerCallback:
+    """Events under ``tensorboard/``; those after the step that a run goes on from are dropped."""
+    from torch.utils.tensorboard import SummaryWriter
+    from transformers.integrations import TensorBoardCallback
+
+    return TensorBoardCallback(SummaryWriter(str(folder / "tensorboard"), purge_step=first_step + 1))
 
 
 def prepare_model(model: PreTrainedModel, config: TrainConfig) -> None:
@@ -275,11 +293,24 @@ def save_final(trainer: RunTrainer, tokenizer: PreTrainedTokenizerBase | None, t
         part = target.with_name(f".{target.name}.part")
         for path in (part, target):
             shutil.rmtree(path, ignore_errors=True)
-        trainer.accelerator.unwrap_model(model, keep_torch_compile=False).save_pretrained(part, state_dict=state)
+        with quiet_transformers():
+            trainer.accelerator.unwrap_model(model, keep_torch_compile=False).save_pretrained(part, state_dict=state)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         os.replace(part, target)
     trainer.accelerator.wait_for_everyone()
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Without Transformers' own progress bars, which would break this project's line."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

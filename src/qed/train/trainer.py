@@ -190,6 +190,8 @@ class RunTrainer(Trainer):
             with open(self.rows_path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
         numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+        for layer, heads in enumerate(row.get("lambda", ())):
+            numbers |= {f"lambda/layer{layer:02d}/head{head:02d}": value for head, value in enumerate(heads)}
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, numbers)
 
     # Checkpoints.
