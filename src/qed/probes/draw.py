@@ -1,0 +1,216 @@
+"""Pictures of what the probes measured, PNG and SVG, drawn from the records alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from qed.records import write_text
+
+STYLE: dict[Any, Any] = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 9.5,
+    "axes.titlelocation": "left",
+    "svg.fonttype": "path",
+    "svg.hashsalt": "qed",
+    "text.parse_math": False,
+}
+INK, MUTED = "#1c1f24", "#626973"
+COLOURS = {"gdn2": "#6b7280", "qed": "#0072b2"}
+OTHERS = ("#c24e00", "#00805e", "#a8477f", "#9a7400")
+DASHES = ("-", "--", ":", "-.")
+MOST_HEADS_NAMED = 24
+
+
+@dataclass(frozen=True)
+class Held:
+    """One model's part of the needle picture: ``needle`` of its record, and its rows."""
+
+    name: str
+    arm: str
+    needle: dict[str, Any]
+    rows: Sequence[dict[str, Any]]
+
+    def curves(self, quantity: str) -> tuple[list[int], np.ndarray]:
+        """Tokens since the needle, and ``[layers * heads, points]``."""
+        found = [row for row in self.rows if row["quantity"] == "needle"]
+        return found[0]["tokens_after"], np.array([row[quantity] for row in found])
+
+    @property
+    def answering(self) -> int:
+        """The row of the head that contributes most to the answer."""
+        found = [(row["layer"], row["head"]) for row in self.rows if row["quantity"] == "needle"]
+        return found.index((self.needle["layer"], self.needle["head"]))
+
+
+def draw_needle(held: Sequence[Held], path: Path) -> None:
+    """Curves of every model in one panel, above a map of all its heads for each: ``path`` with .png and .svg."""
+    with matplotlib.rc_context(STYLE):
+        num_rows = max(len(one.curves("kept")[1]) for one in held)
+        height = 3.4 + min(4.0, 1.2 + 0.16 * num_rows)
+        figure = Figure(figsize=(max(7.0, 3.6 * len(held)), height), layout="constrained")
+        grid = figure.add_gridspec(2, len(held), height_ratios=(3.2, height - 3.2))
+        top = figure.add_subplot(grid[0, :])
+        for one, colour, dash in zip(held, *_lines(held), strict=True):
+            x, kept = one.curves("kept")
+            others = np.delete(kept, one.answering, axis=0)
+            top.plot(x, others.T, color=colour, linewidth=0.6, alpha=0.3)
+            label = f"{one.name}: head {one.needle['head'] + 1} of layer {one.needle['layer'] + 1} answers"
+            top.plot(x, kept[one.answering], color=colour, linestyle=dash, linewidth=2.2, label=label)
+        top.axhline(0, color=MUTED, linewidth=0.6)
+        top.set(xlabel="tokens read since the needle", ylabel="share of the needle left", xlim=(0, None))
+        top.set_title("What the state still holds of the needle (bold: the head that answers; faint: all others)")
+        top.legend(frameon=False, fontsize=8.5)
+        for i, one in enumerate(held):
+            axes = figure.add_subplot(grid[1, i])
+            x, kept = one.curves("kept")
+            shown = axes.imshow(
+                kept, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest",
+                extent=(x[0], x[-1], len(kept) - 0.5, -0.5),
+            )  # fmt: skip
+            _name_heads(axes, one)
+            axes.set(xlabel="tokens read since the needle", title=one.name)
+            axes.spines[["left", "bottom"]].set_visible(False)
+        figure.colorbar(shown, ax=figure.axes[1:], label="share left (below 0 shown as 0)", shrink=0.9)
+        _save(figure, path)
+
+
+def draw_summary(record: dict[str, Any], name: str, path: Path) -> None:
+    """Six panels of one model: ``path`` with .png and .svg."""
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(11, 6.6), layout="constrained")
+        panels = figure.subplots(2, 3).flat
+        figure.suptitle(
+            f"Inside {name}: {record['num_tokens']:,} tokens of {record['source']}", fontsize=10, x=0.01, ha="left"
+        )
+        colour = COLOURS.get(record["arm"], OTHERS[0])
+        _histogram(next(panels), record, "e", "eigenvalue e = 1 − a·k", colour)
+        _histogram(next(panels), record, "rho", "ρ = q·k", colour)
+        _norms(next(panels), record)
+        axes = next(panels)
+        _course(axes, record, "state_norm", "state norm", INK)
+        second = axes.twinx()
+        _course(second, record, "effective_rank", "effective rank", OTHERS[0])
+        second.spines["right"].set_visible(True)
+        axes.set_ylabel("state norm")
+        second.set_ylabel("effective rank", color=OTHERS[0])
+        axes.set_title("State against position (median, 5 to 95 %)")
+        axes = next(panels)
+        if record["effects"]:
+            for (quantity, label), shade in zip(
+                (
+                    ("effect_this_step", "this step"),
+                    ("effect_earlier_steps", "earlier steps"),
+                    ("effect_all_steps", "all"),
+                ),
+                (OTHERS[0], OTHERS[1], INK),
+                strict=True,
+            ):
+                _course(axes, record, quantity, label, shade, band=False)
+            axes.set_title("Output changed when the correction is removed at")
+            axes.set_ylabel("median of |change| / |o|")
+            axes.legend(frameon=False, fontsize=8)
+        else:
+            _course(axes, record, "content_norm", "", INK)
+            axes.set_title("What QED's direction would find, |S·d|")
+        axes.set_yscale("log")
+        _half_lives(next(panels), record)
+        _save(figure, path)
+
+
+def _lines(held: Sequence[Held]) -> tuple[list[str], list[str]]:
+    """An arm's colour, and for another run of the arm the same colour dashed differently."""
+    arms = list(dict.fromkeys(one.arm for one in held))
+    others = [arm for arm in arms if arm not in COLOURS]
+    colours = [COLOURS.get(one.arm) or OTHERS[others.index(one.arm) % len(OTHERS)] for one in held]
+    before = [sum(other.arm == one.arm for other in held[:i]) for i, one in enumerate(held)]
+    return colours, [DASHES[n % len(DASHES)] for n in before]
+
+
+def _name_heads(axes: Any, one: Held) -> None:
+    found = [(row["layer"], row["head"]) for row in one.rows if row["quantity"] == "needle"]
+    if len(found) <= MOST_HEADS_NAMED:
+        axes.set_yticks(range(len(found)), [f"layer {layer + 1}, head {head + 1}" for layer, head in found])
+    else:
+        num_heads = 1 + max(head for _, head in found)
+        layers = range(0, len(found) // num_heads, 4)
+        axes.set_yticks([layer * num_heads for layer in layers], [f"layer {layer + 1}" for layer in layers])
+    axes.plot(0.01, one.answering, marker=">", color="white", markeredgecolor=INK, transform=axes.get_yaxis_transform())
+
+
+def _rows(record: dict[str, Any], quantity: str, *by: str) -> list[dict[str, Any]]:
+    groups = {"layer", "head", "start"}
+    return [
+        row
+        for row in record["summaries"]
+        if row["quantity"] == quantity and {name for name in groups if row[name] is not None} == set(by)
+    ]
+
+
+def _histogram(axes: Any, record: dict[str, Any], quantity: str, title: str, colour: str) -> None:
+    for row in _rows(record, quantity):
+        counts, edges = np.array(row["histogram"]["counts"]), np.array(row["histogram"]["edges"])
+        axes.stairs(100 * counts / counts.sum() / np.diff(edges) * 0.01, edges, fill=True, color=colour, alpha=0.8)
+        axes.set_xlabel(f"from {row['min']:.4g} to {row['max']:.4g}")
+    axes.set(title=f"{title}: distribution", ylabel="% of samples in 0.01")
+
+
+def _norms(axes: Any, record: dict[str, Any]) -> None:
+    spans = [
+        (name.removeprefix("amplification_"), row)
+        for name in record["quantities"]
+        if name.startswith("amplification_")
+        for row in _rows(record, name)
+    ]
+    for x, (_, row) in enumerate(spans):
+        low, middle, high = (row["quantiles"][q] for q in ("0.05", "0.5", "0.95"))
+        axes.plot([x, x], [row["min"], row["max"]], color=MUTED, linewidth=1)
+        axes.plot([x, x], [low, high], color=INK, linewidth=4, solid_capstyle="butt")
+        axes.plot(x, middle, "o", color="white", markeredgecolor=INK, markersize=6)
+    axes.axhline(1, color=MUTED, linewidth=0.6, linestyle="--")
+    axes.set_xticks(range(len(spans)), [span for span, _ in spans])
+    axes.set(title="Norm of the product of transitions", xlabel="tokens multiplied", yscale="log")
+    axes.set_xlim(-0.6, len(spans) - 0.4)
+
+
+def _course(axes: Any, record: dict[str, Any], quantity: str, label: str, colour: str, band: bool = True) -> None:
+    rows = sorted(_rows(record, quantity, "start"), key=lambda row: row["start"])
+    x = [(max(row["start"], 1) * row["end"]) ** 0.5 for row in rows]
+    low, middle, high = ([row["quantiles"][q] for row in rows] for q in ("0.05", "0.5", "0.95"))
+    axes.plot(x, middle, color=colour, marker="o", markersize=3, label=label)
+    if band:
+        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("position, tokens")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _half_lives(axes: Any, record: dict[str, Any]) -> None:
+    for row in _rows(record, "half_life", "layer"):
+        counts, edges = np.array(row["histogram"]["counts"]), np.array(row["histogram"]["edges"])
+        shade = matplotlib.colormaps["viridis"](
+            row["layer"] / max(1, len(_rows(record, "half_life", "layer")) - 1) * 0.85
+        )
+        axes.stairs(
+            np.cumsum(counts) / counts.sum(), edges, color=shade, label=f"layer {row['layer'] + 1}", baseline=None
+        )
+    axes.set(title="Half-life of a channel", xscale="log", xlabel="tokens", ylabel="share of channels below")
+    if len(_rows(record, "half_life", "layer")) <= 6:
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _save(figure: Figure, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    write_text(path.with_name(f"{path.name}.svg"), text.getvalue())
+    figure.savefig(path.with_name(f"{path.name}.png"), dpi=150, format="png")
