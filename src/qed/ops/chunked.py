@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qed.ops import reference
+
 # Measured on two cores: larger chunks cost arithmetic, smaller ones calls; a slab keeps its intermediates in cache.
 CHUNK = 32
 SLAB = 4096
@@ -42,8 +44,11 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """The same function as :func:`qed.ops.reference.recurrence`, for any decay in [-inf, 0] and packed documents.
 
-    Computes in the state's dtype. Differentiable once; a second derivative raises ``RuntimeError``.
+    Computes in the state's dtype. Differentiable once; a second derivative raises ``RuntimeError`` (T > 1).
     """
+    if q_BTHK.shape[1] == 1:
+        # A chunk of one token is one step of the loop, which needs a quarter of the calls.
+        return reference.recurrence(q_BTHK, k_BTHK, v_BTHV, a_BTHK, g_BTHK.to(state_BHKV.dtype), state_BHKV)
     inputs = (q_BTHK, k_BTHK, v_BTHV, a_BTHK, g_BTHK)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, state_BHKV)):
         return _Chunked.apply(*inputs, state_BHKV, cu_seqlens)
@@ -327,7 +332,19 @@ def _backward(
     *,
     decay_too: bool,
 ) -> tuple[list[Tensor | None], Tensor]:
-    """Gradients of ``q k v a g`` and of the initial state; docs/derivations.md has the algebra."""
+    """Gradients of ``q k v a g`` and of the initial state, from those of the output and of the final state.
+
+    With dX the gradient of X, and S' the state after the chunk::
+
+        dR = P^T dO + K~ dS'                dV  = (I + A)^-T dR
+        dP = dO R^T                         dA  = -dV R^T
+        dQ~ = dO S^T    dA~ = -dV S^T       dK~ = R dS'^T
+        dS = Diag(decay of the chunk) dS' + Q~^T dO - A~^T dV
+
+    Then blocks come apart as they merged. What a block's decay scaled (rows of the next block, columns of the one
+    before, the state) gives the gradient of its logarithm, and both halves inherit it: sums only, no differences, so
+    the gradient of a decay is as exact as the decay, down to zero.
+    """
     dtype = d_state_BHKV.dtype
     packing = plan.packing
     d_state = d_state_BHKV.clone() if packing is None else d_state_BHKV.index_select(0, packing.order)
