@@ -37,6 +37,8 @@ class DocumentConfig:
     ``filler``: share of the room left over that noise takes, drawn uniformly between the two.
     ``longest_word``: most characters of an adjective or noun in a key (``NeedleConfig``'s field of this name).
     ``supervise``: "all" tokens are trained on, or, in needle documents, the "answers" only.
+    ``prose_targets``: share of a prose document's tokens that are trained on, drawn at random; below 1 it keeps prose
+    from outweighing the few answers.
     ``curriculum``: share of training in which ``first_length``, ``first_num_needles`` and ``first_num_questions``
     (``None``: as the final ones) turn linearly into the final ones; 0 for none.
     """
@@ -49,6 +51,7 @@ class DocumentConfig:
     filler: tuple[float, float] = (0.0, 1.0)
     longest_word: int | None = None
     supervise: Literal["all", "answers"] = "all"
+    prose_targets: float = 1.0
     curriculum: float = 0.0
     first_length: int | None = None
     first_num_needles: Range | None = None
@@ -59,7 +62,7 @@ class DocumentConfig:
             given = getattr(self, name)
             if given is not None and not (len(given) == 2 and 1 <= given[0] <= given[1]):
                 raise ValueError(f"{name} must be a range (low, high) with 1 <= low <= high; got {given}")
-        for name in ("single_share", "prose_share", "curriculum"):
+        for name in ("single_share", "prose_share", "prose_targets", "curriculum"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a share from 0 to 1; got {getattr(self, name)}")
         if self.supervise not in ("all", "answers"):
@@ -134,7 +137,11 @@ class Documents:
             filling.supervised = None if self.config.supervise == "all" else []
             return filling
         if generator.random() < self.config.prose_share:
-            return self._draw_prose(generator, length)
+            prose = self._draw_prose(generator, length)
+            if self.config.prose_targets < 1:
+                chosen = (at for at in range(length) if generator.random() < self.config.prose_targets)
+                prose.supervised = [(at, at + 1) for at in chosen]
+            return prose
         if generator.random() < self.config.single_share:
             return self._draw_needles(generator, length, 1, 1, 1.0)
         share = self.config.filler[0] + generator.random() * (self.config.filler[1] - self.config.filler[0])
