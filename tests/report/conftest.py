@@ -108,6 +108,14 @@ def summary(values):
     return {"count": len(values), **ends, "quantiles": quantiles}
 
 
+def effect_shares(generator):
+    own = float(generator.random())
+    sizes = {
+        f"rms_{name}_over_output": float(generator.random()) for name in ("this_step", "earlier_steps", "all_steps")
+    }
+    return sizes | {"share_this_step": own, "share_through_state": 1 - own}
+
+
 def probe_record(generator):
     """Diagnostics in the form of ``diagnostics.py``, drawn at random."""
     summaries = []
@@ -123,12 +131,19 @@ def probe_record(generator):
             for start in (64, 128, 256, 512, 1024)
         ]
     effects = [
-        {"removed": what} | summary(generator.random(200)) for what in ("this step", "earlier steps", "all steps")
+        {"removed": what, "measure": "relative"} | summary(generator.random(200))
+        for what in ("this step", "earlier steps", "all steps")
     ]
     read = np.concatenate([np.zeros(100), np.exp(-np.arange(300) / (100 + 100 * generator.random()))])
     needle = {"length": 400, "needle_start": 90, "needle_end": 100, "quantity": "read of the needle's key"}
     needle |= {"position": list(range(400)), "read": read.tolist()}
-    return {"kind": "probe", "num_tokens": 500, "summaries": summaries, "effects": effects, "needle": needle}
+    attribution = [{"layer": None, "start": None, "end": None} | effect_shares(generator)]
+    attribution += [
+        {"layer": None, "start": start, "end": end} | effect_shares(generator) for start, end in ((0, 64), (64, 128))
+    ]
+    loss = {"as_trained": 2.1, "without": 2.2 + 0.1 * float(generator.random()), "num_targets": 499}
+    measured = {"attribution": attribution, "loss": loss}
+    return measured | {"kind": "probe", "num_tokens": 500, "summaries": summaries, "effects": effects, "needle": needle}
 
 
 @pytest.fixture

@@ -220,6 +220,21 @@ def test_diagnostics_are_those_of_the_record(run_folders, content):
     by_position = next(one for one in content["figures"]["state_norm-by-position"]["series"] if one["seed"] == 1)
     means = [row["mean"] for row in probe["summaries"] if row["quantity"] == "state_norm" and row["start"]]
     assert by_position["y"] == means
+    acts = next(row for row in content["tables"]["correction"]["rows"] if row["seed"] == 1)
+    overall = probe["attribution"][0]
+    assert acts["share_through_state"] == overall["share_through_state"]
+    assert (acts["loss"], acts["loss_without"]) == (2.1, probe["loss"]["without"])
+
+
+def test_diagnostics_of_many_models_are_one_row_an_arm(tmp_path, synthetic_run):
+    folders = [synthetic_run(tmp_path, "qed", seed, half_length=900, num_examples=5) for seed in range(7)]
+    rows = assemble(load_runs(folders), title="many")["tables"]["inside"]["rows"]
+    e = next(row for row in rows if row["quantity"].startswith("eigenvalue"))
+    found = [next(row for row in read_json(folder / "probe.json")["summaries"]) for folder in folders]
+    assert (e["num_models"], e["count"]) == (7, 3500)
+    assert e["mean"] == pytest.approx(np.mean([row["mean"] for row in found]))
+    assert e["means"] == [min(row["mean"] for row in found), max(row["mean"] for row in found)]
+    assert (e["min"], e["max"]) == (min(row["min"] for row in found), max(row["max"] for row in found))
 
 
 def test_benchmarks_show_every_row_and_the_cost_of_qed(run_folders, tmp_path):

@@ -157,12 +157,15 @@ def _loss(runs: list[Run]) -> list[Part]:
 
 
 def _inside(runs: list[Run]) -> list[Part]:
-    parts: list[Part] = [("figure", "needle-read", diagnostics.needle_figure(runs))]
-    parts.append(("figure", "e-histogram", diagnostics.histogram_figure(runs, "e")))
+    parts: list[Part] = [
+        ("figure", "needle-read", diagnostics.needle_figure(runs)),
+        ("figure", "correction-through-state", diagnostics.attribution_figure(runs)),
+        ("table", "correction", diagnostics.attribution_table(runs)),
+        ("figure", "e-histogram", diagnostics.histogram_figure(runs, "e")),
+    ]
     for axis, quantities in (("position", diagnostics.BY_POSITION), ("layer", diagnostics.BY_LAYER)):
         for quantity in quantities:
-            drawn = diagnostics.course_figure(runs, quantity, axis)
-            parts.append(("figure", f"{quantity}-by-{axis}", drawn))
+            parts.append(("figure", f"{quantity}-by-{axis}", diagnostics.course_figure(runs, quantity, axis)))
     return [*parts, ("table", "inside", diagnostics.summary_table(runs))]
 
 
