@@ -2,7 +2,7 @@
 
 import pytest
 
-from qed.data.needle import NeedleConfig, NeedleTask
+from qed.data.needle import NeedleConfig, NeedleTask, score
 from qed.evals.decode import greedy, measure_calls, stop_tokens
 
 
@@ -44,3 +44,39 @@ def test_outcomes_are_lm_evals_example_by_example(checkpoint, qed_model, tokeniz
     theirs = lm.generate_until(requests, disable_tqdm=True)
     assert texts == theirs
     assert len(set(texts)) > 1
+
+
+@pytest.mark.slow
+def test_lm_evals_own_task_scores_the_same(checkpoint, qed_model, tokenizer):
+    """S-NIAH-1 made, run and scored by lm-eval; then its prompts by our runner and our scoring."""
+    pytest.importorskip("wonderwords")
+    huggingface = pytest.importorskip("lm_eval.models.huggingface")
+    import lm_eval
+
+    length = 512
+    results = lm_eval.simple_evaluate(
+        model=huggingface.HFLM(
+            pretrained=str(checkpoint), device="cpu", dtype="float32", batch_size=3, max_length=length + 64
+        ),
+        tasks=["niah_single_1"],
+        metadata={"max_seq_lengths": [length], "tokenizer": str(checkpoint)},
+        samples={"niah_single_1": list(range(6))},
+        gen_kwargs={"max_gen_toks": 16},
+        log_samples=True,
+        bootstrap_iters=0,
+    )
+    samples = results["samples"]["niah_single_1"]
+    prompts = [sample["arguments"][0][0] for sample in samples]
+    assert all(prompt.endswith("mentioned in the provided text is") for prompt in prompts)
+    ours = greedy(
+        qed_model,
+        measure_calls(qed_model),
+        [tokenizer(prompt)["input_ids"] for prompt in prompts],
+        max_new_tokens=16,
+        stop_ids=stop_tokens(qed_model, tokenizer),
+        chunk_tokens=64,
+    )
+    texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in ours]
+    assert texts == [sample["resps"][0][0] for sample in samples]
+    scores = [score(text, sample["target"][0]) for text, sample in zip(texts, samples, strict=True)]
+    assert scores == [sample[str(length)] for sample in samples]

@@ -4,6 +4,7 @@ from torch import nn
 from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
+from qed.evals import engine
 from qed.evals.decode import Calls, batches, cut, greedy, measure_calls, stop_tokens
 
 NO_STOP = frozenset()
@@ -123,3 +124,27 @@ def test_batches_share_only_what_may_be_shared():
 
 def test_stop_tokens_of_tokenizer_and_model(llama, tokenizer):
     assert stop_tokens(llama, tokenizer) == {tokenizer.eos_token_id}
+
+
+def test_a_batch_that_does_not_fit_is_halved(llama, tokenizer, monkeypatch):
+    prompts = prompts_of([12] * 11, 400)
+    calls = measure_calls(llama)
+    expected = greedy(llama, calls, prompts, max_new_tokens=4, stop_ids=stop_tokens(llama, tokenizer), chunk_tokens=8)
+    tried = []
+
+    def small_device(model, calls, prompts, **settings):
+        tried.append(len(prompts))
+        if len(prompts) > 3:
+            raise torch.OutOfMemoryError
+        return greedy(model, calls, prompts, **settings)
+
+    monkeypatch.setattr(engine, "greedy", small_device)
+    runner = engine.Engine(llama, tokenizer, rows=8, chunk_tokens=8, length=12)
+    found = {}
+    for batch, generated in runner.generate(prompts, 4):
+        found.update(zip(batch, generated, strict=True))
+    assert [found[i] for i in range(11)] == expected
+    assert tried == [8, 4, 2, 2, 2, 2, 2, 1]
+    monkeypatch.setattr(engine, "greedy", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError()))
+    with pytest.raises(torch.OutOfMemoryError):
+        list(runner.generate(prompts, 4))

@@ -121,6 +121,16 @@ def test_outcomes_name_protocol_and_version(llama, tokenizer, tmp_path):
     assert evaluate(llama, tokenizer, DATA, config, tmp_path, source="local files", progress=False) == record
 
 
+def test_more_tasks_add_to_what_is_there_and_other_rows_are_refused(llama, tokenizer, tmp_path):
+    first = RecallConfig(tasks=("swde",), protocols=("whole",), max_new_tokens=2)
+    evaluate(llama, tokenizer, DATA, first, tmp_path, source="local files", progress=False)
+    more = RecallConfig(tasks=("swde", "fda"), protocols=("whole",), max_new_tokens=2)
+    record = evaluate(llama, tokenizer, DATA, more, tmp_path, source="local files", progress=False)
+    assert [score["task"] for score in record["scores"]] == ["swde", "fda"]
+    with pytest.raises(ValueError, match="other rows of fda"):
+        evaluate(llama, tokenizer, {**DATA, "fda": [FDA]}, more, tmp_path, source="local files", progress=False)
+
+
 def test_batch_size_changes_nothing(qed_model, tokenizer, tmp_path):
     texts = [f"{FILLER * (1 + i % 3)}The device name is X{i}. device name:" for i in range(16)]
     data = {"fda": [{"key": "device name", "value": f"X{i}", "text": text} for i, text in enumerate(texts)]}

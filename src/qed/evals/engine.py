@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from tqdm.auto import tqdm
+
 from .decode import batches, greedy, measure_calls, stop_tokens
 from .graph import choose_decoder
 from .memory import choose_rows
@@ -27,12 +30,15 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int
     ) -> Iterator[tuple[list[int], list[list[int]]]]:
-        """Batch by batch, the indices of its prompts and their continuations (see ``greedy``)."""
-        lengths = list(map(len, prompts))
-        for batch in batches(lengths, rows=self.rows, padding=self.calls.padding, chunk_tokens=self.chunk_tokens):
-            yield (
-                batch,
-                greedy(
+        """Batch by batch, the indices of its prompts and their continuations (see ``greedy``).
+
+        A batch that does not fit after all is halved, and so are those after it; a line says so.
+        """
+        waiting = self._batches(prompts, range(len(prompts)))
+        while waiting:
+            batch = waiting[0]
+            try:
+                generated = greedy(
                     self.model,
                     self.calls,
                     [prompts[i] for i in batch],
@@ -40,8 +46,23 @@ class Engine:
                     stop_ids=self.stop_ids,
                     chunk_tokens=self.chunk_tokens,
                     decoder=self.decoder,
-                ),
-            )
+                )
+            except torch.OutOfMemoryError:
+                if len(batch) == 1:
+                    raise
+                self.rows = len(batch) // 2
+                tqdm.write(f"out of memory with {len(batch)} prompts at once; going on with {self.rows}")
+                # The graphs' states and the failed batch's go with it.
+                self.decoder = choose_decoder(self.model)
+                waiting = self._batches(prompts, [i for left in waiting for i in left])
+                continue
+            yield batch, generated
+            waiting = waiting[1:]
+
+    def _batches(self, prompts: Sequence[Sequence[int]], indices: Sequence[int]) -> list[list[int]]:
+        lengths = [len(prompts[i]) for i in indices]
+        made = batches(lengths, rows=self.rows, padding=self.calls.padding, chunk_tokens=self.chunk_tokens)
+        return [[indices[i] for i in batch] for batch in made]
 
     def describe(self) -> dict[str, Any]:
         """For a record: how the model was run."""

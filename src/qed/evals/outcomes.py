@@ -27,7 +27,7 @@ class Outcomes:
             if other is not None:
                 raise ValueError(
                     f"{self.path} holds outcomes of run {other.get('run')}, this is run {run}: other weights, "
-                    "tokenizer or settings. Give another folder, or remove the file to evaluate again"
+                    "tokenizer, texts or settings. Give another folder, or remove the file to evaluate again"
                 )
             self.rows = {self.identity(row): row for row in rows}
             # A line cut short by a kill goes, so that the next one does not join it.

@@ -222,12 +222,16 @@ def evaluate(
         task: run_name(rows=[[row[name] for name in FIELDS[task]] for row in data[task]]) for task in config.tasks
     }
     identity = {**fingerprint(model, tokenizer), "dtype": str(next(model.parameters()).dtype).removeprefix("torch.")}
+    settings = {key: value for key, value in to_dict(config).items() if key not in SPEED} | {"data": content}
     lasting = {key: settings[key] for key in ("context_tokens", "max_length", "max_new_tokens")}
-    run = run_name(kind="recall", version=TASK_VERSION, content=content, **identity, **lasting)
+    run = run_name(kind="recall", version=TASK_VERSION, **identity, **lasting)
     done = finished(folder / "recall.json", run=run, config=settings)
     if done is not None:
         return done
     outcomes = Outcomes(folder / "recall.jsonl", run=run, key=KEY)
+    for row in outcomes.rows.values():
+        if row["data"] != content.get(row["task"], row["data"]):
+            raise ValueError(f"{outcomes.path} holds answers to other rows of {row['task']}; give another folder")
     order = [
         (task, protocol, index)
         for task in config.tasks
@@ -242,7 +246,10 @@ def evaluate(
         engine = Engine(model, tokenizer, rows=config.rows, chunk_tokens=config.chunk_tokens, length=longest)
         for batch, generated in engine.generate(prompts, config.max_new_tokens):
             outcomes.append(
-                _outcome(missing[i], data[missing[i][0]][missing[i][2]], prompts[i], ids, tokenizer)
+                {
+                    **_outcome(missing[i], data[missing[i][0]][missing[i][2]], prompts[i], ids, tokenizer),
+                    "data": content[missing[i][0]],
+                }
                 for i, ids in zip(batch, generated, strict=True)
             )
             bar.update(len(batch))
