@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from qed.config import config_hash
 from qed.train import CheckpointError, NonFiniteError, TrainConfig, build_model, checkpoint, train
-from qed.train.loss import use_linear_cross_entropy
+from qed.train.loss import target_cross_entropy, use_linear_cross_entropy
 from qed.train.run import prepare_model
 
 
@@ -105,13 +105,15 @@ def test_accumulation_weighs_by_token(tmp_path: Path, runs: ModuleType) -> None:
     assert seen[1][0][0] == pytest.approx(float(expected.detach()), abs=1e-6)
 
 
-def test_without_any_target_the_loss_is_zero(tmp_path: Path, runs: ModuleType) -> None:
+@pytest.mark.parametrize("loss", ["logits", "targets"])
+def test_without_any_target_the_loss_is_zero(loss: str, tmp_path: Path, runs: ModuleType) -> None:
     class Nothing(runs.Rows):  # type: ignore[name-defined, misc]
         def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
             row = super().__getitem__(index)
             return {**row, "labels": torch.full_like(row["labels"], -100)}
 
-    record = run(runs, tmp_path, Nothing(), num_tokens=128, decay_start_tokens=None, warmup_tokens=0)
+    short = {"num_tokens": 128, "decay_start_tokens": None, "warmup_tokens": 0}
+    record = run(runs, tmp_path, Nothing(), loss=loss, **short)
     assert record["skipped_steps"] == 0
     assert [(row["loss"], row["grad_norm"]) for row in read(tmp_path)] == [(0.0, 0.0)] * 2
 
@@ -163,6 +165,19 @@ def test_a_finished_run_is_not_trained_again(tmp_path: Path, runs: ModuleType) -
     before = (tmp_path / "checkpoint" / "model.safetensors").stat().st_mtime_ns
     assert run(runs, tmp_path, log_every_steps=7) == first
     assert (tmp_path / "checkpoint" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_a_model_may_be_given_instead_of_its_config(tmp_path: Path, runs: ModuleType) -> None:
+    model = build_model(runs.qed_config(), seed=0)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(0.5)
+    arguments = (model, None, runs.Rows(), runs.train_config(), tmp_path)
+    first = train(*arguments, data={"lengths": (8, 16)}, progress=False)
+    assert train(*arguments, data={"lengths": (8, 16)}, progress=False) == first
+    assert model.config.use_cache
+    trained = load_file(tmp_path / "checkpoint" / "model.safetensors")["model.norm.weight"]
+    assert trained.equal(model.model.norm.weight.detach())
+    assert abs(float(trained.mean()) - 0.5) < 0.1
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -273,12 +288,9 @@ def test_packed_documents_train(tmp_path: Path, runs: ModuleType) -> None:
 
 
 def test_loss_from_hidden_states_equals_loss_from_logits(runs: ModuleType) -> None:
-    def cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(hidden @ weight.T, targets, reduction="sum")
-
     config = runs.qed_config()
     plain, fused = (build_model(config, 0).double() for _ in range(2))
-    use_linear_cross_entropy(fused, cross_entropy)
+    use_linear_cross_entropy(fused, target_cross_entropy)
     rows = [runs.Rows()[index] for index in range(3)]
     batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels")}
     batch["labels"][1, :7] = -100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -121,12 +122,14 @@ def train(
         checkpoint.sweep(root)
         rows = read_rows(folder / ROWS) if (folder / ROWS).exists() else []
         write_rows(folder / ROWS, [row for row in rows if row["step"] <= trainer.first_step])
-    with stop_on_signals(trainer):
-        trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
+    try:
+        with stop_on_signals(trainer):
+            trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
+    finally:
+        model.config.use_cache = use_cache
     if trainer.state.global_step < config.num_steps:
         raise TrainingInterrupted(trainer.state.global_step, folder)
 
-    model.config.use_cache = use_cache
     final_strengths = strengths(trainer.model)
     save_final(trainer, tokenizer, folder / FINAL)
     meter = trainer.meter
@@ -166,14 +169,16 @@ def make_identity(
     model_config: PreTrainedConfig, config: TrainConfig, dataset: Any, data: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """What must agree between a checkpoint and the run that resumes it."""
-    model = {
-        key: value for key, value in model_config.to_diff_dict().items() if key not in ("transformers_version", "dtype")
-    }
-    return {
+    # What Transformers notes down on the way, or sets while training.
+    notes = ("transformers_version", "dtype", "architectures", "use_cache", "_name_or_path")
+    model = {key: value for key, value in model_config.to_diff_dict().items() if key not in notes}
+    identity = {
         "train": {key: value for key, value in to_dict(config).items() if key not in RUNTIME_FIELDS},
         "model": model,
         "data": {"num_rows": len(dataset), **(data or {})},
     }
+    # As it will be read back: no tuples.
+    return json.loads(json.dumps(identity))
 
 
 def check_identity(saved: Mapping[str, Any], asked: Mapping[str, Any], where: Path) -> None:

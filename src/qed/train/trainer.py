@@ -90,7 +90,7 @@ class RunTrainer(Trainer):
         batches = [batch for _ in range(num_batches) if (batch := next(epoch_iterator, None)) is not None]
         targets = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum()
         batches = [{name: value.to(device, non_blocking=True) for name, value in batch.items()} for batch in batches]
-        targets = targets.to(device)
+        targets = targets.to(device, non_blocking=True)
         if self.args.world_size > 1:
             dist.all_reduce(targets)
         self.meter.data_seconds += time.perf_counter() - start
