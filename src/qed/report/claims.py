@@ -49,9 +49,9 @@ def claims_table(needle: Needle, comparable: bool) -> dict[str, Any]:
         ],
         rows,
         caption=f"{setting} Supported or contradicted only where a 95 % interval over at least {MIN_SEEDS} seeds, or "
-        f"an "
-        "exact paired test in every swept model, says so. Pairs with a model that never learned the task are left out: "
-        "they say nothing about extrapolation. Intervals are not corrected for the number of claims.",
+        "an exact paired test in every swept model, says so. Pairs with a model that never learned the task "
+        "are left out: they say nothing about extrapolation. Intervals are not corrected for the number of "
+        "claims.",
     )
 
 
@@ -133,8 +133,8 @@ def _usable_context(needle: Needle, task: str | None) -> dict[str, Any]:
     row = {
         "claim": f"Usable context about doubles (length where accuracy falls to {100 * threshold:g} %)",
         "paper": "about two times, no threshold stated",
-        "test": "interval over seeds of the ratio QED / GDN-2 (geometric mean, Student's t) holds 2 and lies above 1; "
-        "contradicted where it excludes 2",
+        "test": "interval over seeds of the ratio QED / GDN-2 (geometric mean, Student's t) holds 2 and lies above "
+        "1; contradicted where it excludes 2",
         "verdict": UNDECIDED,
     }
     ratios, open_ended = [], 0
@@ -190,7 +190,7 @@ def _loss_claim(runs: list[Run]) -> dict[str, Any]:
         "claim": "Validation loss stays the same",
         "paper": "+0.0005 and −0.0011 nats",
         "test": f"interval over seeds of the difference QED − GDN-2 lies within ±{SAME_LOSS:g} nats; contradicted "
-        f"outside",
+        "outside",
         "verdict": UNDECIDED,
     }
     losses = [
@@ -217,8 +217,7 @@ def _strength_matters(runs: list[Run]) -> dict[str, Any]:
         "claim": "The trained correction is used at inference: accuracy falls when it is removed (s = 0)",
         "paper": "41.4 against 41.8 % (seed 0), 55.0 against 65.6 % (seed 1) at 16K, no paired counts",
         "test": "exact McNemar test of s = 0 against s = 1, Holm-corrected p below 0.05 in every swept model, at the "
-        "longest "
-        "swept length",
+        "longest swept length",
         "verdict": UNDECIDED,
     }
     found = []
@@ -235,13 +234,13 @@ def _strength_matters(runs: list[Run]) -> dict[str, Any]:
     if len(found) > MIN_SEEDS:
         clear = sum(test["p_holm"] < 0.05 for _, _, test in found)
         row["result"] = (
-            f"{len(found)} models: {text.points(min(changes))} to {text.points(max(changes))} points, "
-            f"{clear} of them with p below 0.05"
+            f"{len(found)} models: {text.points(min(changes))} to {text.points(max(changes))} points, {clear} of them "
+            "with p below 0.05"
         )
     else:
         row["result"] = "; ".join(
-            f"seed {run.seed} at {text.length_label(length)}: {text.points(test['difference'])} points, "
-            f"{test['n01']} gained and {test['n10']} lost, p {_p(test['p_holm'])}"
+            f"seed {run.seed} at {text.length_label(length)}: {text.points(test['difference'])} points, {test['n01']} "
+            f"gained and {test['n10']} lost, p {_p(test['p_holm'])}"
             for run, length, test in found
         )
     decided = [test["difference"] for _, _, test in found if test["p_holm"] < 0.05]
@@ -279,12 +278,11 @@ def _strength_grows(runs: list[Run]) -> dict[str, Any]:
 
 def _projection_barely_matters(runs: list[Run]) -> dict[str, Any]:
     row = {
-        "claim": f"In models trained without projection, projecting changes the eigenvalue by less than "
+        "claim": "In models trained without projection, projecting changes the eigenvalue by less than "
         f"{SMALL_CHANGE:g}",
         "paper": "below 1e-3, statistic not stated; e in [−0.011, 0.985]",
-        "test": "largest absolute change over all samples below it in every probed model; contradicted where even the "
-        "mean "
-        "is not",
+        "test": "largest absolute change over all samples below it in every probed model; contradicted where even "
+        "the mean is not",
         "verdict": UNDECIDED,
     }
     found = [

@@ -98,8 +98,8 @@ def paired_table(needle: Needle, task: str, arm: str, base: str) -> dict[str, An
         ],
         rows,
         caption="Exact two-sided McNemar test of the examples that only one of the two answers. Holm's correction is "
-        f"over the {len(rows)} tests of this table. A test compares two trained models; it says nothing about other "
-        "seeds.",
+        f"over the {len(rows)} tests of this table. A test compares two trained models; it says nothing about "
+        "other seeds.",
     )
 
 
@@ -143,8 +143,7 @@ def pooled_table(needle: Needle, task: str, arm: str, base: str) -> dict[str, An
     ]
     caption = (
         "Mean over seeds of the paired difference with its 95 % interval, seed as a random effect (Student's t); "
-        "Holm's "
-        "correction is over the lengths."
+        "Holm's correction is over the lengths."
     )
     if any(row["num_learned"] < row["num_seeds"] for row in rows):
         columns += [

@@ -13,8 +13,7 @@ from .statements import statements
 
 DESCRIPTION = (
     "QED adds to the erase vector of Gated DeltaNet-2 a second direction taken from the query, projected orthogonal "
-    "to the "
-    "key. At strength zero it is GDN-2 exactly."
+    "to the key. At strength zero it is GDN-2 exactly."
 )
 
 

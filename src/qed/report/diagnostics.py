@@ -162,11 +162,10 @@ def attribution_table(runs: list[Run]) -> dict[str, Any] | None:
             ("loss_without", "loss without correction", "loss"),
         ],
         rows,
-        caption="The same tokens with the correction removed at this step only, at all earlier steps only, and at all "
-        "steps; root mean squares over tokens and heads, each layer's inputs held fixed. The two shares add up to the "
-        "whole "
-        "effect and one of them may be negative. The loss without the correction is of the trained model with all "
-        "strengths 0, which is not a GDN-2 that was trained as one.",
+        caption="The same tokens with the correction removed at this step only, at all earlier steps only, and at "
+        "all steps; root mean squares over tokens and heads, each layer's inputs held fixed. The two shares "
+        "add up to the whole effect and one of them may be negative. The loss without the correction is of "
+        "the trained model with all strengths 0, which is not a GDN-2 that was trained as one.",
     )
 
 
@@ -302,9 +301,8 @@ def needle_figure(runs: list[Run]) -> dict[str, Any] | None:
     name = " / ".join(sorted(what))
     return figure(
         "What the state holds of the needle",
-        f"{_capital(name)} after each token of one example: it rises when the needle is read; what is "
-        f"left at "
-        "the end is what the question can find.",
+        f"{_capital(name)} after each token of one example: it rises when the needle is read; what is left at the end "
+        "is what the question can find.",
         series,
         x={"label": "position, tokens", "scale": "linear"},
         y={"label": name, "scale": "linear"},

@@ -208,8 +208,8 @@ def _edit_text(one: Edit) -> str:
         "",
         "GDN-2 measures along the gated key and corrects along the key",
         f"  a = b*k                     = {_vec(one.a_gdn2)}",
-        f"  residual r = w*v - S·a      = {_num(one.value)} - {_num(one.value - one.residual_gdn2)}"
-        f" = {_num(one.residual_gdn2)}",
+        f"  residual r = w*v - S·a      = {_num(one.value)} - {_num(one.value - one.residual_gdn2)} = "
+        f"{_num(one.residual_gdn2)}",
         f"  state  S + k r              : {_vec(one.state)} → {_vec(one.state_gdn2)}",
         f"  output q·S                  = {_num(one.output_gdn2)}",
         "",
@@ -224,8 +224,8 @@ def _edit_text(one: Edit) -> str:
         "",
         "What QED changed",
         f"  state   -λ k (S·d)          = {_vec(change)}",
-        f"  output  -λ ρ (S·d), ρ = q·k = {_num(one.rho)} : {_num(one.output_gdn2)} → {_num(one.output_qed)},"
-        f" {_num(one.output_qed - one.output_gdn2)}",
+        f"  output  -λ ρ (S·d), ρ = q·k = {_num(one.rho)} : {_num(one.output_gdn2)} → {_num(one.output_qed)}, "
+        f"{_num(one.output_qed - one.output_gdn2)}",
     ]
     if abs(one.rho) < 1e-12:
         lines.append("  ρ = 0: this step's output stays; the state changes all the same, for later queries to read.")

@@ -91,8 +91,7 @@ def tables(reference: dict[str, Any]) -> dict[str, dict[str, Any]]:
             ],
             needles,
             caption=f"Trained at 2K tokens; {needle['examples_per_length']} examples a length. * computed from a "
-            f"difference "
-            "that the sources print; a dash is a value they do not give.",
+            "difference that the sources print; a dash is a value they do not give.",
             origin=ORIGIN,
         ),
         "paper-recall": table(
@@ -114,10 +113,9 @@ def tables(reference: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 *((str(s), f"s = {s}".replace("-", text.MINUS), "number") for s in sweep["s"]),
             ],
             sweeps,
-            caption="Trained strengths multiplied by s at inference. The column s = 1 differs from the S-NIAH-1 table "
-            "(65.6 and 59.8 for seed 1) without explanation: compare strengths only within this table. The paper "
-            "gives no "
-            "paired counts.",
+            caption="Trained strengths multiplied by s at inference. The column s = 1 differs from the S-NIAH-1 "
+            "table (65.6 and 59.8 for seed 1) without explanation: compare strengths only within this table. "
+            "The paper gives no paired counts.",
             origin=ORIGIN,
         ),
     }

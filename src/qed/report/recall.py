@@ -48,8 +48,8 @@ def recall_table(runs: list[Run], protocol: str) -> dict[str, Any]:
             *((task, text.task_label(task), "estimate") for task in tasks),
         ],
         rows,
-        caption="Percent of documents whose answer comes back, with the 95 % Wilson interval. Source of the documents: "
-        f"{', '.join(sorted(sources))}. Short documents: recall, not extrapolation.",
+        caption="Percent of documents whose answer comes back, with the 95 % Wilson interval. Source of the "
+        f"documents: {', '.join(sorted(sources))}. Short documents: recall, not extrapolation.",
     )
 
 
@@ -132,7 +132,7 @@ def loss_table(runs: list[Run]) -> dict[str, Any] | None:
         ],
         rows,
         caption=f"Windows of {' or '.join(text.integer(length) for length in lengths)} tokens, every token weighing "
-        f"the same.",
+        "the same.",
     )
 
 

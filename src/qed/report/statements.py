@@ -70,10 +70,8 @@ def _learning(needle: Needle) -> list[dict[str, str]]:
         said.append(
             _caution(
                 f"{len(failed)} of {_many(known, 'run')} never learned the task: below {100 * LEARNED:g} % at the "
-                f"training length, "
-                f"where there is nothing to extrapolate: {', '.join(listed)}. What such a run does at longer lengths "
-                f"says "
-                "nothing about its arm."
+                f"training length, where there is nothing to extrapolate: {', '.join(listed)}. What such a run does at "
+                "longer lengths says nothing about its arm."
             )
         )
     elif known:
@@ -82,8 +80,8 @@ def _learning(needle: Needle) -> list[dict[str, str]]:
     if unknown:
         said.append(
             _caution(
-                f"Whether the task was learned is not known for {', '.join(unknown)}: "
-                "no outcomes at the training length."
+                f"Whether the task was learned is not known for {', '.join(unknown)}: no outcomes at the training "
+                "length."
             )
         )
     return said
@@ -101,8 +99,8 @@ def _differences(needle: Needle, pooled: dict[str, Any]) -> dict[str, str]:
         return _plain("No length beyond the training length was tested.")
     decided = [row for row in rows if row["length"] > trained and row["p_holm"] < 0.05]
     verdict = (
-        f"Of these, {_join([text.length_label(row['length']) for row in decided])} differ from zero "
-        "(Holm-corrected p below 0.05)."
+        f"Of these, {_join([text.length_label(row['length']) for row in decided])} differ from zero (Holm-corrected p "
+        "below 0.05)."
         if len(decided) > 1
         else f"Only at {text.length_label(decided[0]['length'])} does it differ from zero (Holm-corrected p below "
         f"0.05)."

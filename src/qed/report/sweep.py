@@ -65,11 +65,10 @@ def sweep_table(runs: list[Run], task: str, length: int) -> dict[str, Any]:
             ("p_holm", "p, Holm", "p"),
         ],
         rows,
-        caption="Trained strengths times s through prefill and decoding, weights fixed, the same examples for every s; "
-        "exact McNemar test against s = 1, Holm-corrected over "
+        caption="Trained strengths times s through prefill and decoding, weights fixed, the same examples for every "
+        "s; exact McNemar test against s = 1, Holm-corrected over "
         f"{' or '.join(map(str, sorted(families))) or 'no'} comparisons of the run's sweep. s = 0 removes the "
-        f"correction "
-        "from a trained model; it is not a GDN-2 that was trained as one.",
+        "correction from a trained model; it is not a GDN-2 that was trained as one.",
     )
 
 

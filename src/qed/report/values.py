@@ -140,9 +140,8 @@ def usable_context_table(needle: Needle, task: str) -> dict[str, Any] | None:
         columns,
         rows,
         caption="Length at which accuracy first falls to the threshold, linear in the logarithm of length between "
-        "tested "
-        f"lengths; bootstrap interval over examples. < {shortest}: below the threshold at the shortest tested length "
-        f"already; > {longest}: still above it at the longest.",
+        f"tested lengths; bootstrap interval over examples. < {shortest}: below the threshold at the shortest "
+        f"tested length already; > {longest}: still above it at the longest.",
     )
 
 
