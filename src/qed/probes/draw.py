@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from qed.records import write_text
 
@@ -85,45 +86,22 @@ def draw_needle(held: Sequence[Held], path: Path) -> None:
 
 
 def draw_summary(record: dict[str, Any], name: str, path: Path) -> None:
-    """Six panels of one model: ``path`` with .png and .svg."""
+    """Eight panels of one model: ``path`` with .png and .svg."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(11, 6.6), layout="constrained")
-        panels = figure.subplots(2, 3).flat
-        figure.suptitle(
-            f"Inside {name}: {record['num_tokens']:,} tokens of {record['source']}", fontsize=10, x=0.01, ha="left"
-        )
+        figure = Figure(figsize=(14, 6.4), layout="constrained")
+        title = f"Inside {name}: {record['num_tokens']:,} tokens of {record['source']}"
+        figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+        panels = figure.subplots(2, 4).flat
         colour = COLOURS.get(record["arm"], OTHERS[0])
-        _histogram(next(panels), record, "e", "eigenvalue e = 1 − a·k", colour)
+        _histogram(next(panels), record, "e", "Eigenvalue e = 1 − a·k", colour)
         _histogram(next(panels), record, "rho", "ρ = q·k", colour)
         _norms(next(panels), record)
-        axes = next(panels)
-        _course(axes, record, "state_norm", "state norm", INK)
-        second = axes.twinx()
-        _course(second, record, "effective_rank", "effective rank", OTHERS[0])
-        second.spines["right"].set_visible(True)
-        axes.set_ylabel("state norm")
-        second.set_ylabel("effective rank", color=OTHERS[0])
-        axes.set_title("State against position (median, 5 to 95 %)")
-        axes = next(panels)
-        if record["effects"]:
-            for (quantity, label), shade in zip(
-                (
-                    ("effect_this_step", "this step"),
-                    ("effect_earlier_steps", "earlier steps"),
-                    ("effect_all_steps", "all"),
-                ),
-                (OTHERS[0], OTHERS[1], INK),
-                strict=True,
-            ):
-                _course(axes, record, quantity, label, shade, band=False)
-            axes.set_title("Output changed when the correction is removed at")
-            axes.set_ylabel("median of |change| / |o|")
-            axes.legend(frameon=False, fontsize=8)
-        else:
-            _course(axes, record, "content_norm", "", INK)
-            axes.set_title("What QED's direction would find, |S·d|")
-        axes.set_yscale("log")
         _half_lives(next(panels), record)
+        _course(next(panels), record, "state_norm", "State norm", colour)
+        _course(next(panels), record, "effective_rank", "Effective rank of the state", colour)
+        found = "Content found, |S·d|" if record["effects"] else "Content QED's direction would find, |S·d|"
+        _course(next(panels), record, "content_norm", found, colour)
+        _effects(next(panels), record)
         _save(figure, path)
 
 
@@ -161,7 +139,7 @@ def _histogram(axes: Any, record: dict[str, Any], quantity: str, title: str, col
         counts, edges = np.array(row["histogram"]["counts"]), np.array(row["histogram"]["edges"])
         axes.stairs(100 * counts / counts.sum() / np.diff(edges) * 0.01, edges, fill=True, color=colour, alpha=0.8)
         axes.set_xlabel(f"from {row['min']:.4g} to {row['max']:.4g}")
-    axes.set(title=f"{title}: distribution", ylabel="% of samples in 0.01")
+    axes.set(title=title, ylabel="% of samples in 0.01")
 
 
 def _norms(axes: Any, record: dict[str, Any]) -> None:
@@ -180,32 +158,56 @@ def _norms(axes: Any, record: dict[str, Any]) -> None:
     axes.set_xticks(range(len(spans)), [span for span, _ in spans])
     axes.set(title="Norm of the product of transitions", xlabel="tokens multiplied", yscale="log")
     axes.set_xlim(-0.6, len(spans) - 0.4)
+    _plain_ticks(axes.yaxis)
 
 
-def _course(axes: Any, record: dict[str, Any], quantity: str, label: str, colour: str, band: bool = True) -> None:
+def _course(axes: Any, record: dict[str, Any], quantity: str, title: str, colour: str) -> None:
+    x, (low, middle, high) = _by_position(record, quantity)
+    axes.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(x, middle, color=colour, marker="o", markersize=3)
+    axes.set(title=title, ylabel="median, and 5 to 95 %", xlabel="position, tokens", xscale="log", ylim=(0, None))
+    _plain_ticks(axes.xaxis, few=True)
+
+
+def _effects(axes: Any, record: dict[str, Any]) -> None:
+    if not record["effects"]:
+        axes.set_axis_off()
+        axes.text(0, 0.5, "This arm corrects nothing.", color=MUTED, transform=axes.transAxes)
+        return
+    shown = (("effect_this_step", "this step"), ("effect_earlier_steps", "earlier steps"), ("effect_all_steps", "all"))
+    for (quantity, label), colour, dash in zip(shown, (OTHERS[0], OTHERS[1], INK), ("-", "-", ":"), strict=True):
+        x, (_, middle, _) = _by_position(record, quantity)
+        axes.plot(x, middle, color=colour, linestyle=dash, marker="o", markersize=3, label=label)
+    axes.set(title="Output's change without the correction at", ylabel="median of |change| / |o|", xscale="log")
+    axes.set(yscale="log", xlabel="position, tokens")
+    _plain_ticks(axes.xaxis, few=True)
+    _plain_ticks(axes.yaxis)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _by_position(record: dict[str, Any], quantity: str) -> tuple[list[float], list[list[float]]]:
+    """Middles of the buckets on a log scale, and the quantiles 5, 50 and 95 %."""
     rows = sorted(_rows(record, quantity, "start"), key=lambda row: row["start"])
     x = [(max(row["start"], 1) * row["end"]) ** 0.5 for row in rows]
-    low, middle, high = ([row["quantiles"][q] for row in rows] for q in ("0.05", "0.5", "0.95"))
-    axes.plot(x, middle, color=colour, marker="o", markersize=3, label=label)
-    if band:
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("position, tokens")
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    return x, [[row["quantiles"][q] for row in rows] for q in ("0.05", "0.5", "0.95")]
+
+
+def _plain_ticks(axis: Any, few: bool = False) -> None:
+    axis.set_major_locator(LogLocator(subs=(1,) if few else (1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _half_lives(axes: Any, record: dict[str, Any]) -> None:
-    for row in _rows(record, "half_life", "layer"):
+    rows = _rows(record, "half_life", "layer")
+    for row in rows:
         counts, edges = np.array(row["histogram"]["counts"]), np.array(row["histogram"]["edges"])
-        shade = matplotlib.colormaps["viridis"](
-            row["layer"] / max(1, len(_rows(record, "half_life", "layer")) - 1) * 0.85
-        )
-        axes.stairs(
-            np.cumsum(counts) / counts.sum(), edges, color=shade, label=f"layer {row['layer'] + 1}", baseline=None
-        )
+        shade = matplotlib.colormaps["viridis"](0.85 * row["layer"] / max(1, len(rows) - 1))
+        label = f"layer {row['layer'] + 1}" if len(rows) <= 6 or row["layer"] in (0, len(rows) - 1) else None
+        axes.stairs(np.cumsum(counts) / counts.sum(), edges, color=shade, label=label, baseline=None)
     axes.set(title="Half-life of a channel", xscale="log", xlabel="tokens", ylabel="share of channels below")
-    if len(_rows(record, "half_life", "layer")) <= 6:
-        axes.legend(frameon=False, fontsize=8)
+    _plain_ticks(axes.xaxis, few=True)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def _save(figure: Figure, path: Path) -> None:

@@ -146,7 +146,7 @@ class Effects(NamedTuple):
 
 
 def effects(inside: Inside, full: Read, without: Read) -> Effects:
-    """From the run with ``a`` and the run with ``base``, both reading ``d``; one step adds ``-strength rho Sbar^T d``."""
+    """From a run with ``a`` and one with ``base``, both reading ``d``: one step adds ``-strength rho Sbar^T d``."""
     scale = (inside.strength * inside.rho).unsqueeze(-1)
     left_early = without.output - scale * without.content
     return Effects(-scale * full.content, full.output - left_early, full.output - without.output)
