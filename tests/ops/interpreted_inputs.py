@@ -13,11 +13,9 @@ from qed.ops.fused import (
     decode_in_place_op,
     decode_inputs_in_place_op,
     decode_op,
-    projected_rule_op,
     recurrence_inputs_op,
     short_convolution_op,
 )
-from qed.ops.library import forward_op
 from qed.ops.reference import recurrence
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -124,39 +122,6 @@ def convolution_rows():
     return rows
 
 
-def projected_rows():
-    """The operator from projections: gradients against float64, outputs against the two operators, bit for bit."""
-    rows = []
-    for shape, arm in (((2, 37, 2, 16, 32), "qed"), ((1, 20, 1, 20, 16), "qed-rand"), ((1, 18, 2, 16, 16), "gdn2")):
-        inputs, z, _ = make(*shape)
-        B, T, H, K, V = shape
-        generator = torch.Generator().manual_seed(1)
-        shapes = [(B, H, K, V), (B, T, H, V), (B, H, K, V)]
-        state, *cotangents = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
-        exact = [x.clone().requires_grad_() for x in (*inputs.values(), state)]
-        want = recurrence(*recurrence_inputs(*exact[:-1], arm=arm, random_direction=z), exact[-1])
-        grads = torch.autograd.grad(want, exact, cotangents, allow_unused=True)
-        fast = [x.float().requires_grad_() for x in (*inputs.values(), state)]
-        switches = ARMS[arm]
-        constant = z.float() if switches.direction == "random" else None
-        flags = (switches.direction, switches.gate, switches.project)
-        got = projected_rule_op(*fast[:-1], constant, fast[-1], None, *flags)[:2]
-        got_grads = torch.autograd.grad(got, fast, [x.float() for x in cotangents])
-        parts = recurrence_inputs(
-            *(x.detach() for x in fast[:-1]), arm=arm, random_direction=z.float(), backend="triton"
-        )
-        apart = forward_op(*parts, fast[-1].detach(), None)[:2]
-        names = ("o", "state", *(f"d{name}" for name in (*inputs, "state")))
-        errors = {
-            name: error(x, y)
-            for name, x, y in zip(names, (*want, *grads), (*got, *got_grads), strict=True)
-            if x is not None
-        }
-        same = all(torch.equal(x, y) for x, y in zip(got, apart, strict=True))
-        rows.append({"shape": shape, "arm": arm, "errors": errors, "same_bits": same})
-    return rows
-
-
 def registration_rows():
     """torch.library's own checks of schema, fake kernels and autograd; they raise on a fault."""
     inputs, z, _ = make(1, 3, 2, 16, 16)
@@ -184,7 +149,6 @@ if __name__ == "__main__":
         "inputs": inputs_rows,
         "decode": decode_rows,
         "convolution": convolution_rows,
-        "projected": projected_rows,
         "registration": registration_rows,
     }
     print(json.dumps([row for name in sys.argv[1:] for row in parts[name]()]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qed.bench.work import LEAVES
-from qed.ops import decode_inputs_step_, decode_step_, gated_delta_rule, projected_delta_rule, recurrence_inputs
+from qed.ops import decode_inputs_step_, decode_step_, gated_delta_rule, recurrence_inputs
 
 Call = Callable[[dict[str, Tensor]], tuple[Tensor, "Tensor | None"]]
 Step = Callable[[dict[str, Tensor], Tensor], tuple[Tensor, Tensor]]
@@ -44,13 +44,10 @@ def _ours(arm: str, backend: str | None) -> Call:
     def call(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         raw = [x[name] for name in LEAVES["gdn2"]]
         strength = x["strength"] if arm == "qed" else torch.zeros_like(x["A_log"])
-        return projected_delta_rule(*raw, strength, arm=arm, backend=backend)  # type: ignore[misc, arg-type]
+        inputs = recurrence_inputs(*raw, strength, arm=arm)  # type: ignore[misc, arg-type]
+        return gated_delta_rule(*inputs, backend=backend)
 
     return call
-
-
-def _two_operators(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-    return gated_delta_rule(*recurrence_inputs(*(x[name] for name in LEAVES["qed"])))  # type: ignore[misc, arg-type]
 
 
 def _core(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -126,7 +123,6 @@ PEERS: dict[str, Peer] = {
         "qed", "qed", _ours("qed", None), _our_step("qed"), note="norms, gates, decay and erase vector included"
     ),
     "gdn2": Peer("gdn2", "qed", _ours("gdn2", None), _our_step("gdn2"), note="the same kernels, no added direction"),
-    "qed, two operators": Peer("qed", "qed", _two_operators, note="the prologue apart, its results written and kept"),
     "core": Peer("core", "qed", _core, _core_step, note="erase vector given"),
     "qed, bf16 state": Peer(
         "qed", "qed", None, _our_step("qed"), torch.bfloat16, GPU, note="state rounded once a token"

@@ -15,14 +15,7 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from qed.model.config import QEDConfig
-from qed.ops import (
-    decode_inputs_step_,
-    gated_delta_rule,
-    get_arm,
-    projected_delta_rule,
-    recurrence_inputs,
-    short_convolution,
-)
+from qed.ops import decode_inputs_step_, gated_delta_rule, get_arm, recurrence_inputs, short_convolution
 
 # Which form of the operator's inputs goes with which form of the operator.
 INPUT_BACKEND = {None: None, "reference": "torch", "chunked": "torch", "triton": "triton"}
@@ -176,18 +169,8 @@ class QEDMixer(nn.Module):
                     random_direction=self.random_direction,
                 )
             else:
-                if padding is None:
-                    o, state = projected_delta_rule(  # type: ignore[misc]
-                        *streams,
-                        arm=self.config.arm,
-                        random_direction=self.random_direction,
-                        initial_state=state,
-                        cu_seqlens=cu_seqlens,
-                        backend=backend,
-                    )
-                else:
-                    inputs = self._inputs(streams, padding)
-                    o, state = gated_delta_rule(*inputs, initial_state=state, backend=backend)
+                inputs = self._inputs(streams, padding)
+                o, state = gated_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)
                 if cache is not None:
                     cache.update_recurrent_state(state, self.layer_idx)
         gate = self.output_gate_proj(hidden_states).unflatten(-1, (self.num_heads, self.value_dim))

@@ -5,7 +5,6 @@ from qed.ops.arms import ARMS, Arm, erase_vector, get_arm
 from qed.ops.convolution import short_convolution
 from qed.ops.decode import decode_inputs_step_, decode_step_
 from qed.ops.inputs import l2_normalize, recurrence_inputs
-from qed.ops.projected import projected_delta_rule
 
 __all__ = [
     "ARMS",
@@ -18,7 +17,6 @@ __all__ = [
     "gated_delta_rule",
     "get_arm",
     "l2_normalize",
-    "projected_delta_rule",
     "recurrence_inputs",
     "short_convolution",
 ]

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qed.ops.arms import Arm
-from qed.ops.library import empty_outputs
 
 
 @torch.library.custom_op("qed::recurrence_inputs", mutates_args=())
@@ -152,74 +151,3 @@ def _convolution_backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 short_convolution_op.register_autograd(_convolution_backward, setup_context=_save_convolution)
-
-
-@torch.library.custom_op("qed::projected_rule", mutates_args=())
-def projected_rule_op(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
-    A_log: Tensor, dt_bias: Tensor, strength: Tensor, random_direction: Optional[Tensor],  # noqa: UP045
-    initial_state: Tensor, cu_seqlens: Optional[Tensor], direction: str, gate: bool, project: bool,  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``o``, ``final_state`` and, for a split sequence, its segments' start states and transitions (else empty)."""
-    from qed.ops import triton_forward as kernels
-
-    q, k, v, decay, erase, write = (kernels.rows(x) for x in (q, k, v, decay, erase, write))
-    A_log, dt_bias, strength = (x.contiguous() for x in (A_log, dt_bias, strength))
-    z = None if random_direction is None else random_direction.contiguous()
-    problem, plan = kernels.describe(q, k, v, q, cu_seqlens)
-    raw = kernels.Raw(write, A_log, dt_bias, strength, z, Arm(direction, gate, project))  # type: ignore[arg-type]
-    with torch.cuda.device_of(q):
-        return kernels.forward(q, k, v, erase, decay, initial_state.contiguous(), cu_seqlens, problem, plan, raw)
-
-
-@projected_rule_op.register_fake
-def _(q, k, v, decay, erase, write, A_log, dt_bias, strength, z, initial_state, cu_seqlens, direction, gate, project):  # type: ignore[no-untyped-def]
-    return empty_outputs(q, v, initial_state, cu_seqlens)
-
-
-@torch.library.custom_op("qed::projected_rule_backward", mutates_args=())
-def projected_rule_backward_op(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
-    A_log: Tensor, dt_bias: Tensor, strength: Tensor, random_direction: Optional[Tensor],  # noqa: UP045
-    initial_state: Tensor, cu_seqlens: Optional[Tensor], starts: Tensor, transition: Tensor,  # noqa: UP045
-    grad_o: Tensor, grad_final: Tensor, direction: str, gate: bool, project: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of the nine projections and parameters, and of the initial state."""
-    from qed.ops import triton_backward, triton_forward, triton_inputs
-
-    streams = (q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction)
-    arm = Arm(direction, gate, project)  # type: ignore[arg-type]
-    inputs = triton_inputs.forward(*streams, arm)
-    problem, plan = triton_forward.describe(*inputs[:4], cu_seqlens)
-    with torch.cuda.device_of(q):
-        *gradients, grad_initial = triton_backward.backward(
-            *inputs, initial_state.contiguous(), cu_seqlens, starts, transition,
-            triton_forward.rows(grad_o), grad_final.contiguous(), problem, plan,
-        )  # fmt: skip
-    return *triton_inputs.backward(*streams, tuple(gradients), arm), grad_initial  # type: ignore[return-value]
-
-
-@projected_rule_backward_op.register_fake
-def _(q, k, v, decay, erase, write, A_log, dt_bias, strength, z, initial_state, *_rest):  # type: ignore[no-untyped-def]
-    leaves = (q, k, v, decay, erase, write, A_log, dt_bias, strength, initial_state)
-    return tuple(x.new_empty(x.shape) for x in leaves)
-
-
-def _save_rule(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    *tensors, ctx.direction, ctx.gate, ctx.project = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[2], output[3])
-
-
-def _rule_backward(ctx, grad_o, grad_final, *_internal):  # type: ignore[no-untyped-def]
-    saved = ctx.saved_tensors
-    if grad_o is None:
-        grad_o = saved[2].new_zeros(saved[2].shape)
-    if grad_final is None:
-        grad_final = torch.zeros_like(saved[10])
-    flags = (ctx.direction, ctx.gate, ctx.project)
-    *results, grad_initial = projected_rule_backward_op(*saved, grad_o, grad_final, *flags)
-    return *results, None, grad_initial, None, None, None, None
-
-
-projected_rule_op.register_autograd(_rule_backward, setup_context=_save_rule)

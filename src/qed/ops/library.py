@@ -33,13 +33,6 @@ def forward_op(
 
 @forward_op.register_fake
 def _(q, k, v, a, g, initial_state, cu_seqlens):  # type: ignore[no-untyped-def]
-    return empty_outputs(q, v, initial_state, cu_seqlens)
-
-
-def empty_outputs(
-    q: Tensor, v: Tensor, initial_state: Tensor, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What :func:`forward_op` returns, not filled."""
     B, T, H, K = q.shape
     V = v.shape[3]
     packed = cu_seqlens is not None
@@ -112,6 +105,12 @@ def gated_delta_rule(
         q, k, v, a = (x.to(dtype) for x in (q, k, v, a))
     if q.dtype not in DTYPES:
         raise ValueError(f"backend='triton' takes bfloat16, float16 or float32; got {q.dtype}; use backend='chunked'")
+    tensors = (q, k, v, a, g, initial_state)
+    trains = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if q.shape[1] == 1 and cu_seqlens is None and not trains:
+        from qed.ops.fused import decode_op
+
+        return decode_op(*tensors)
     o, final_state, _, _ = forward_op(q, k, v, a, g, initial_state, cu_seqlens)
     return o, final_state
 
