@@ -78,6 +78,7 @@ def main() -> None:
             row = {"part": name, **options, "caches": "empty" if index == 0 else "kept"}
             row |= measure(options, Path(scratch), name, left)
             result["parts"].append(row)
+            add_ratios(result["parts"])
             write_json(arguments.out, result)
             print(json.dumps({key: row.get(key) for key in ("part", "status", "tokens_per_second", "peak_gib")}))
     print(f"results: {arguments.out}")
@@ -131,6 +132,14 @@ def measure(options: dict[str, Any], scratch: Path, name: str, seconds: float) -
     if code:
         row["message"] = output.read_text(encoding="utf-8", errors="replace")[-1500:]
     return row | read_measurements(folder)
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Speed of each finished part in multiples of the first, which is the one with the defaults."""
+    first = rows[0].get("tokens_per_second")
+    for row in rows:
+        if first and "tokens_per_second" in row:
+            row["ratio_to_first"] = row["tokens_per_second"] / first
 
 
 def read_measurements(folder: Path) -> dict[str, Any]:

@@ -233,7 +233,7 @@ def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = Fal
         raise ValueError("wandb=True needs Weights & Biases: pip install wandb")
     if config.tensorboard and not find_spec("tensorboard"):
         raise ValueError("tensorboard=True needs TensorBoard: pip install tensorboard")
-    return TrainingArguments(
+    args = TrainingArguments(
         output_dir=str(folder),
         max_steps=config.num_steps,
         per_device_train_batch_size=config.micro_batch_rows,
@@ -255,6 +255,10 @@ def training_arguments(config: TrainConfig, folder: Path, *, use_cpu: bool = Fal
         ddp_find_unused_parameters=False,
         ddp_broadcast_buffers=False,
     )
+    if args.n_gpu > 1:
+        # One process has one GPU, here as under a launcher; Trainer would split its batch over all that it sees.
+        args._n_gpu = 1
+    return args
 
 
 def tensorboard_callback(folder: Path, *, first_step: int) -> TrainerCallback:
