@@ -69,7 +69,10 @@ def _reproduce(verbs: Any) -> None:
         return reproduce(study, Path(options.out or f"runs/{study.preset}"), jobs=options.jobs)
 
     parser = _verb(
-        verbs, "reproduce", run, "Train and evaluate the arms of a preset, then write the report.",
+        verbs,
+        "reproduce",
+        run,
+        "Train and evaluate the arms of a preset, then write the report.",
         "examples:\n  qed reproduce --preset laptop\n  qed reproduce --preset laptop --arms gdn2 qed qed-rand --seeds 0 1 2",
     )
     parser.add_argument("--preset", default="laptop", help="a whole frozen study (default: laptop)")
@@ -93,7 +96,9 @@ def _train(verbs: Any) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", required=True, metavar="DIR", help="folder that qed data prepare wrote")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of this run")
-    parser.add_argument("--dry-run", action="store_true", help="check everything and print size, steps, time and memory")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything and print size, steps, time and memory"
+    )
     _add_set(parser)
 
 
@@ -111,7 +116,9 @@ def _eval(verbs: Any) -> None:
             adder(part)
 
     add("niah", "RULER's S-NIAH-1, -2, -3.", _add_niah)
-    add("strength", "All strengths times s, through prefill and decoding, paired with s = 1.", _add_niah, _add_strengths)
+    add(
+        "strength", "All strengths times s, through prefill and decoding, paired with s = 1.", _add_niah, _add_strengths
+    )
     add("recall", "FDA, SWDE and SQuAD completion.", _add_recall)
     add("loss", "Validation loss in nats by position.", _add_loss)
     add("all", "Everything; what is done is skipped.", _add_niah, _add_strengths, _add_recall_data, _add_loss_data)
@@ -188,7 +195,10 @@ def _compare(verbs: Any) -> None:
         print(commands.table(commands.compare(options.first, options.second, out=options.out)))
 
     parser = _verb(
-        verbs, "compare", run, "Differences between evaluated checkpoints, paired by example.",
+        verbs,
+        "compare",
+        run,
+        "Differences between evaluated checkpoints, paired by example.",
         "example, three seeds:\n  qed compare --first runs/laptop/gdn2-seed* --second runs/laptop/qed-seed*",
     )
     parser.add_argument("--first", nargs="+", required=True, metavar="A", help="the baseline's checkpoints")
@@ -201,7 +211,11 @@ def _report(verbs: Any) -> None:
         from qed.report import find_runs, report
 
         page = report(
-            find_runs(options.runs), options.out, title=options.title, label=options.label, benchmarks=options.benchmarks
+            find_runs(options.runs),
+            options.out,
+            title=options.title,
+            label=options.label,
+            benchmarks=options.benchmarks,
         )
         print(page)
 
@@ -221,7 +235,10 @@ def _explain(verbs: Any) -> None:
         print(explain(**{name: getattr(options, name) for name in names}))
 
     parser = _verb(
-        verbs, "explain", run, "One edit step by step in two dimensions, with numbers of your own if you like.",
+        verbs,
+        "explain",
+        run,
+        "One edit step by step in two dimensions, with numbers of your own if you like.",
         "example:\n  qed explain --q 0.6 0.8 --strength 0.25 --figure edit.svg",
     )
     for name, what in (("k", "key"), ("q", "query"), ("b", "erase gate"), ("state", "state before the edit")):
@@ -265,7 +282,12 @@ def _bench(verbs: Any) -> None:
 
 def _add_set(parser: Any) -> None:
     parser.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="change a field: train.learning_rate=1e-3"
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a field: train.learning_rate=1e-3",
     )
 
 

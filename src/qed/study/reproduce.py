@@ -110,7 +110,7 @@ def run_all(folders: dict[Path, RunConfig], *, jobs: int | None = None) -> dict[
 
 
 def status(folder: Path) -> str:
-    """"done", "failed" (``failure.json`` says why), or "stopped"."""
+    """ "done", "failed" (``failure.json`` says why), or "stopped"."""
     if is_done(folder):
         return "done"
     return "failed" if (folder / "failure.json").exists() else "stopped"

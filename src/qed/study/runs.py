@@ -52,7 +52,11 @@ def execute(config: RunConfig, folder: Path, *, progress: bool = False) -> None:
         rows,
         config.train,
         folder,
-        data={"documents": to_dict(config.documents), "tokenizer": to_dict(config.tokenizer), "prose": text_hash(prose)},
+        data={
+            "documents": to_dict(config.documents),
+            "tokenizer": to_dict(config.tokenizer),
+            "prose": text_hash(prose),
+        },
         progress=progress,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
