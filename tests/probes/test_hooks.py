@@ -60,7 +60,7 @@ def test_hooks_go_when_a_receiver_or_the_block_fails(build, tokens):
     with pytest.raises(KeyboardInterrupt), observe(model, fail):
         raise KeyboardInterrupt
     assert num_hooks(model) == 0
-    with pytest.raises(RuntimeError), strength_scale(model, 0.0):
+    with pytest.raises(RuntimeError), strength_scale(model, 0.0):  # noqa: PT012
         assert not model.model.layers[1].mixer.strength().any()
         raise RuntimeError
     assert model.config.strength_scale == 1.0

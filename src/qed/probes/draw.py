@@ -54,34 +54,47 @@ class Held:
 
 
 def draw_needle(held: Sequence[Held], path: Path) -> None:
-    """Curves of every model in one panel, above a map of all its heads for each: ``path`` with .png and .svg."""
+    """What is left of the needle and what the question gets of it, above a map of all heads: ``path`` .png and .svg."""
     with matplotlib.rc_context(STYLE):
         num_rows = max(len(one.curves("kept")[1]) for one in held)
         height = 3.4 + min(4.0, 1.2 + 0.16 * num_rows)
-        figure = Figure(figsize=(max(7.0, 3.6 * len(held)), height), layout="constrained")
-        grid = figure.add_gridspec(2, len(held), height_ratios=(3.2, height - 3.2))
-        top = figure.add_subplot(grid[0, :])
-        for one, colour, dash in zip(held, *_lines(held), strict=True):
+        figure = Figure(figsize=(max(8.5, 3.6 * len(held)), height), layout="constrained")
+        upper, lower = figure.subfigures(2, 1, height_ratios=(3.2, height - 3.2))
+        left, asked = upper.subplots(1, 2, width_ratios=(2.4, 1))
+        colours, dashes = _lines(held)
+        for one, colour, dash in zip(held, colours, dashes, strict=True):
             x, kept = one.curves("kept")
-            others = np.delete(kept, one.answering, axis=0)
-            top.plot(x, others.T, color=colour, linewidth=0.6, alpha=0.3)
-            label = f"{one.name}: head {one.needle['head'] + 1} of layer {one.needle['layer'] + 1} answers"
-            top.plot(x, kept[one.answering], color=colour, linestyle=dash, linewidth=2.2, label=label)
-        top.axhline(0, color=MUTED, linewidth=0.6)
-        top.set(xlabel="tokens read since the needle", ylabel="share of the needle left", xlim=(0, None))
-        top.set_title("What the state still holds of the needle (bold: the head that answers; faint: all others)")
-        top.legend(frameon=False, fontsize=8.5)
-        for i, one in enumerate(held):
-            axes = figure.add_subplot(grid[1, i])
+            left.plot(x, np.delete(kept, one.answering, axis=0).T, color=colour, linewidth=0.6, alpha=0.3)
+            label = f"{one.name}: layer {one.needle['layer'] + 1}, head {one.needle['head'] + 1}"
+            left.plot(x, kept[one.answering], color=colour, linestyle=dash, linewidth=2.2, label=label)
+        left.axhline(0, color=MUTED, linewidth=0.6)
+        left.set(xlabel="tokens read since the needle", ylabel="share left under its own key", xlim=(0, None))
+        left.set_title("What the state still holds of the needle (bold: the head that answers)")
+        left.legend(frameon=False, fontsize=8.5)
+        shares = [max(head["question_share"] for head in one.needle["heads"]) for one in held]
+        places = range(len(held))
+        bars = asked.barh(places, [100 * share for share in shares], color=colours, height=0.6)
+        asked.bar_label(bars, [f"{100 * share:.0f} %" for share in shares], padding=3)
+        asked.set_yticks(places, [one.name for one in held])
+        asked.invert_yaxis()
+        asked.set(xlabel="% of the length of that head's output", xlim=(0, 118 * max(shares)))
+        asked.set_title("The needle's part in the answer's read")
+        maps = lower.subplots(1, len(held), squeeze=False)[0]
+        for one, axes in zip(held, maps, strict=True):
             x, kept = one.curves("kept")
             shown = axes.imshow(
-                kept, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest",
+                kept,
+                aspect="auto",
+                cmap="viridis",
+                vmin=0,
+                vmax=1,
+                interpolation="nearest",
                 extent=(x[0], x[-1], len(kept) - 0.5, -0.5),
-            )  # fmt: skip
+            )
             _name_heads(axes, one)
             axes.set(xlabel="tokens read since the needle", title=one.name)
             axes.spines[["left", "bottom"]].set_visible(False)
-        figure.colorbar(shown, ax=figure.axes[1:], label="share left (below 0 shown as 0)", shrink=0.9)
+        lower.colorbar(shown, ax=maps, label="share left (below 0 as 0)", shrink=0.9)
         _save(figure, path)
 
 
