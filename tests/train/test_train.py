@@ -24,13 +24,17 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 def run(runs: ModuleType, folder: Path, rows: Any = None, **changes: Any) -> dict[str, Any]:
     config = runs.train_config(**({"log_every_steps": 1, "save_every_steps": 0} | changes))
-    return train(runs.model_config(dropout=0.0), None, rows or runs.Rows(), config, folder, progress=False)
+    return train(
+        runs.model_config(dropout=0.0), None, rows or runs.Rows(), config, folder, use_cpu=True, progress=False
+    )
 
 
 def test_a_qed_run_leaves_a_checkpoint_a_log_and_a_record(tmp_path: Path, runs: ModuleType) -> None:
     config = runs.train_config(log_every_steps=5)
     extra = {"arm": "qed"}
-    record = train(runs.qed_config(), None, runs.Rows(), config, tmp_path, record_extra=extra, progress=False)
+    record = train(
+        runs.qed_config(), None, runs.Rows(), config, tmp_path, record_extra=extra, use_cpu=True, progress=False
+    )
     assert json.loads((tmp_path / "train.json").read_text()) == record
     assert (record["status"], record["num_steps"], record["extra"]) == ("done", runs.STEPS, extra)
     assert record["config_hash"] == config_hash(config)
@@ -55,7 +59,7 @@ def test_a_qed_run_leaves_a_checkpoint_a_log_and_a_record(tmp_path: Path, runs: 
 def test_theta_moves_ten_times_as_fast(tmp_path: Path, runs: ModuleType) -> None:
     """One AdamW step moves every parameter by its rate, whatever the gradient's size."""
     one_step = {"num_tokens": 64, "warmup_tokens": 0, "decay_start_tokens": None, "weight_decay": 0.0, "epsilon": 1e-30}
-    train(runs.qed_config(), None, runs.Rows(), runs.train_config(**one_step), tmp_path, progress=False)
+    train(runs.qed_config(), None, runs.Rows(), runs.train_config(**one_step), tmp_path, use_cpu=True, progress=False)
     before = build_model(runs.qed_config(), seed=0).state_dict()
     after = load_file(tmp_path / "checkpoint" / "model.safetensors")
     for name, factor in {"theta": 10, "A_log": 1, "norm.weight": 1}.items():
@@ -172,8 +176,8 @@ def test_a_model_may_be_given_instead_of_its_config(tmp_path: Path, runs: Module
     with torch.no_grad():
         model.model.norm.weight.fill_(0.5)
     arguments = (model, None, runs.Rows(), runs.train_config(), tmp_path)
-    first = train(*arguments, data={"lengths": (8, 16)}, progress=False)
-    assert train(*arguments, data={"lengths": (8, 16)}, progress=False) == first
+    first = train(*arguments, data={"lengths": (8, 16)}, use_cpu=True, progress=False)
+    assert train(*arguments, data={"lengths": (8, 16)}, use_cpu=True, progress=False) == first
     assert model.config.use_cache
     trained = load_file(tmp_path / "checkpoint" / "model.safetensors")["model.norm.weight"]
     assert trained.equal(model.model.norm.weight.detach())
@@ -244,7 +248,7 @@ def test_tensorboard_shows_every_head(tmp_path: Path, runs: ModuleType) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config = runs.train_config(num_tokens=256, decay_start_tokens=None, log_every_steps=1, tensorboard=None)
-    train(runs.qed_config(), None, runs.Rows(), config, tmp_path, progress=False)
+    train(runs.qed_config(), None, runs.Rows(), config, tmp_path, use_cpu=True, progress=False)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {f"train/lambda/layer{layer:02d}/head{head:02d}" for layer in range(2) for head in range(2)} <= set(
         events.Tags()["scalars"]
@@ -263,7 +267,7 @@ def test_recomputed_activations_change_no_gradient(tmp_path: Path, runs: ModuleT
     short = {"num_tokens": 256, "decay_start_tokens": None}
     for name, on in {"kept": False, "recomputed": True}.items():
         config = runs.train_config(log_every_steps=1, activation_checkpointing=on, **short)
-        train(runs.qed_config(), None, runs.Rows(), config, tmp_path / name, progress=False)
+        train(runs.qed_config(), None, runs.Rows(), config, tmp_path / name, use_cpu=True, progress=False)
     kept, again = ([(r["loss"], r["grad_norm"]) for r in read(tmp_path / name)] for name in ("kept", "recomputed"))
     assert torch.tensor(kept).allclose(torch.tensor(again), rtol=1e-6)
 
@@ -276,7 +280,7 @@ def test_packed_documents_train(tmp_path: Path, runs: ModuleType) -> None:
             return {**super().__getitem__(index), "cu_seqlens": [0, 5, 16]}
 
     one_step = runs.train_config(num_tokens=64, decay_start_tokens=None, warmup_tokens=0, order="sequential")
-    train(runs.qed_config(), None, Packed(), one_step, tmp_path, progress=False)
+    train(runs.qed_config(), None, Packed(), one_step, tmp_path, use_cpu=True, progress=False)
     model, total, count = build_model(runs.qed_config(), 0), 0.0, 0
     for index in range(4):
         tokens = runs.Rows()[index]["input_ids"]

@@ -126,7 +126,16 @@ def work(folder: str, *, kill: tuple[str, int] | None = None, fail_save: int | N
 
         trainer.RunTrainer.training_step = hook  # type: ignore[method-assign]
     try:
-        train(model_config(), None, Rows(), train_config(), folder, data={"name": "random rows"}, progress=False)
+        train(
+            model_config(),
+            None,
+            Rows(),
+            train_config(),
+            folder,
+            data={"name": "random rows"},
+            use_cpu=True,
+            progress=False,
+        )
     except TrainingInterrupted:
         os._exit(3)
     except checkpoint.CheckpointError as error:
