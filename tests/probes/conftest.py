@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from qed.data.needle import NOISE, introduction, needle_sentence, question
-from qed.data.prose import load_prose
 from qed.data.tokenizer import TokenizerConfig, train_tokenizer
+from qed.data.vocabulary import load_vocabulary
 from qed.model import QEDConfig, QEDForCausalLM
 
 SIZES = {
@@ -44,5 +44,8 @@ def tokens():
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    texts = [NOISE, introduction(), needle_sentence("able-lamp", "1234567"), question("able-lamp")]
-    return train_tokenizer([*texts * 4, *load_prose()[:2]], TokenizerConfig(vocab_size=1400))
+    """Words of the noise and of the evaluation half's keys, so that a needle fits 256 tokens."""
+    words = load_vocabulary("eval")
+    needles = [needle_sentence(f"{one}-{two}", "1") for one, two in zip(words.adjectives, words.nouns, strict=False)]
+    texts = [NOISE, introduction(), question("able-lamp")] * 9 + needles
+    return train_tokenizer(texts, TokenizerConfig(vocab_size=2048))

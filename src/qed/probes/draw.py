@@ -58,14 +58,15 @@ def draw_needle(held: Sequence[Held], path: Path) -> None:
     with matplotlib.rc_context(STYLE):
         num_rows = max(len(one.curves("kept")[1]) for one in held)
         height = 3.4 + min(4.0, 1.2 + 0.16 * num_rows)
-        figure = Figure(figsize=(max(8.5, 3.6 * len(held)), height), layout="constrained")
-        upper, lower = figure.subfigures(2, 1, height_ratios=(3.2, height - 3.2))
-        left, asked = upper.subplots(1, 2, width_ratios=(2.4, 1))
+        figure = Figure(figsize=(max(9.5, 3.8 * len(held)), height), layout="constrained")
+        halves: Any = figure.subfigures(2, 1, height_ratios=(3.2, height - 3.2))
+        upper, lower = halves
+        left, asked = upper.subplots(1, 2, width_ratios=(2, 1))
         colours, dashes = _lines(held)
         for one, colour, dash in zip(held, colours, dashes, strict=True):
             x, kept = one.curves("kept")
             left.plot(x, np.delete(kept, one.answering, axis=0).T, color=colour, linewidth=0.6, alpha=0.3)
-            label = f"{one.name}: layer {one.needle['layer'] + 1}, head {one.needle['head'] + 1}"
+            label = f"{one.name}: layer {one.needle['layer']}, head {one.needle['head']}"
             left.plot(x, kept[one.answering], color=colour, linestyle=dash, linewidth=2.2, label=label)
         left.axhline(0, color=MUTED, linewidth=0.6)
         left.set(xlabel="tokens read since the needle", ylabel="share left under its own key", xlim=(0, None))
@@ -73,12 +74,12 @@ def draw_needle(held: Sequence[Held], path: Path) -> None:
         left.legend(frameon=False, fontsize=8.5)
         shares = [max(head["question_share"] for head in one.needle["heads"]) for one in held]
         places = range(len(held))
-        bars = asked.barh(places, [100 * share for share in shares], color=colours, height=0.6)
+        bars = asked.barh(places, [100 * share for share in shares], color=colours, height=min(0.6, 0.15 * len(held)))
         asked.bar_label(bars, [f"{100 * share:.0f} %" for share in shares], padding=3)
         asked.set_yticks(places, [one.name for one in held])
-        asked.invert_yaxis()
-        asked.set(xlabel="% of the length of that head's output", xlim=(0, 118 * max(shares)))
-        asked.set_title("The needle's part in the answer's read")
+        asked.set_ylim(len(held) - 0.3, -0.7)
+        asked.set(xlabel="% of that head's output, by length", xlim=(0, 118 * max(shares)))
+        asked.set_title("The needle's part in the answer")
         maps = lower.subplots(1, len(held), squeeze=False)[0]
         for one, axes in zip(held, maps, strict=True):
             x, kept = one.curves("kept")
@@ -94,7 +95,7 @@ def draw_needle(held: Sequence[Held], path: Path) -> None:
             _name_heads(axes, one)
             axes.set(xlabel="tokens read since the needle", title=one.name)
             axes.spines[["left", "bottom"]].set_visible(False)
-        lower.colorbar(shown, ax=maps, label="share left (below 0 as 0)", shrink=0.9)
+        lower.colorbar(shown, ax=maps, label="share left")
         _save(figure, path)
 
 
@@ -130,12 +131,14 @@ def _lines(held: Sequence[Held]) -> tuple[list[str], list[str]]:
 def _name_heads(axes: Any, one: Held) -> None:
     found = [(row["layer"], row["head"]) for row in one.rows if row["quantity"] == "needle"]
     if len(found) <= MOST_HEADS_NAMED:
-        axes.set_yticks(range(len(found)), [f"layer {layer + 1}, head {head + 1}" for layer, head in found])
+        axes.set_yticks(range(len(found)), [f"layer {layer}, head {head}" for layer, head in found])
     else:
         num_heads = 1 + max(head for _, head in found)
         layers = range(0, len(found) // num_heads, 4)
-        axes.set_yticks([layer * num_heads for layer in layers], [f"layer {layer + 1}" for layer in layers])
-    axes.plot(0.01, one.answering, marker=">", color="white", markeredgecolor=INK, transform=axes.get_yaxis_transform())
+        axes.set_yticks([layer * num_heads for layer in layers], [f"layer {layer}" for layer in layers])
+    axes.plot(
+        0.015, one.answering, marker=">", color="white", markeredgecolor=INK, transform=axes.get_yaxis_transform()
+    )
 
 
 def _rows(record: dict[str, Any], quantity: str, *by: str) -> list[dict[str, Any]]:
@@ -216,7 +219,7 @@ def _half_lives(axes: Any, record: dict[str, Any]) -> None:
     for row in rows:
         counts, edges = np.array(row["histogram"]["counts"]), np.array(row["histogram"]["edges"])
         shade = matplotlib.colormaps["viridis"](0.85 * row["layer"] / max(1, len(rows) - 1))
-        label = f"layer {row['layer'] + 1}" if len(rows) <= 6 or row["layer"] in (0, len(rows) - 1) else None
+        label = f"layer {row['layer']}" if len(rows) <= 6 or row["layer"] in (0, len(rows) - 1) else None
         axes.stairs(np.cumsum(counts) / counts.sum(), edges, color=shade, label=label, baseline=None)
     axes.set(title="Half-life of a channel", xscale="log", xlabel="tokens", ylabel="share of channels below")
     _plain_ticks(axes.xaxis, few=True)

@@ -74,6 +74,11 @@ def make_needles(tokenizer: Any, config: ProbeConfig) -> list[Needle]:
         example = task[index]
         if example.depth <= DEEPEST:
             found.append(_needle(example, task, tokenizer))
+    if len(found) < config.num_needles:
+        raise ValueError(
+            f"only {len(found)} of {MOST_TRIED} examples have their needle early; wanted num_needles = "
+            f"{config.num_needles}"
+        )
     return found
 
 
