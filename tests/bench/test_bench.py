@@ -20,22 +20,20 @@ def quick(monkeypatch):
 
 
 def rows(name, shape=TINY):
-    return list(worker.rows_of(name, shape, "cpu", CEILINGS, warm_only=False))
+    return list(worker.rows_of(name, shape, "cpu", CEILINGS))
 
 
 @pytest.mark.parametrize("name", ["qed", "gdn2", "core", "reference"])
 def test_a_row_holds_time_errors_and_roofline_share(quick, name):
     forward, both = rows(name)
     assert (forward["work"], both["work"]) == ("forward", "forward+backward")
-    assert set(both["errors"]) == {"o", *(f"d{leaf}" for leaf in LEAVES[forward["system"]] if leaf not in PARAMETERS)}
+    assert set(both["errors"]) == {"o", *(f"d{leaf}" for leaf in LEAVES[forward["system"]])}
     for row in (forward, both):
         assert row["status"] == "ok"
         assert max(row["errors"].values()) < 1e-5
+        assert set(row["limits"]) == set(row["errors"])
         assert row["p20_ms"] <= row["median_ms"] <= row["p80_ms"]
         assert row["roofline_share"] == pytest.approx(row["floor_ms"] / row["median_ms"])
-
-
-PARAMETERS = ("A_log", "dt_bias", "strength")
 
 
 def test_a_wrong_peer_is_not_timed(quick, monkeypatch):
@@ -61,6 +59,26 @@ def test_a_wrong_peer_is_not_timed(quick, monkeypatch):
         for row in rows("core"):
             assert row["status"] == status
             assert "median_ms" not in row
+
+
+def test_the_check_covers_the_first_tokens_of_a_long_sequence(quick, monkeypatch):
+    def wrong_after_eight(x):
+        q, k, v, a, g = (x[name] for name in LEAVES["core"])
+        o, state = gated_delta_rule(q, k, v, a, g)
+        return torch.cat([o[:, :8], 2 * o[:, 8:]], 1), state
+
+    monkeypatch.setitem(peers.PEERS, "core", replace(peers.PEERS["core"], call=wrong_after_eight))
+    assert [row["status"] for row in rows("core")] == ["failed the error rule"] * 2
+    monkeypatch.setattr(worker, "CHECKED_TOKENS", 8)
+    assert [row["status"] for row in rows("core")] == ["ok"] * 2
+
+
+def test_a_slowed_card_is_a_status(monkeypatch):
+    rates = iter([100.0, 60.0])
+    monkeypatch.setattr(worker, "matmul_flop_per_s", lambda device: next(rates))
+    job = worker.Job(peers.PEERS["qed"], TINY, "cuda", {"matmul_flop_per_s": 100.0}, {}, {}, False)
+    _, steady = worker._steadily(job, lambda: measure.summarize([1.0, 1.0]))
+    assert steady == {"matmul_share": 0.6, "status": "card slowed to 60%"}
 
 
 def test_a_missing_library_is_a_status(monkeypatch):
@@ -106,7 +124,7 @@ def test_run_writes_rows_prints_a_table_and_draws(tmp_path, capsys, monkeypatch)
 
 def test_a_process_over_its_time_is_a_status_and_keeps_its_rows(tmp_path):
     args = argparse.Namespace(device="cpu")
-    worker = run._start(["qed"], [TINY], args, {"ceilings": CEILINGS}, tmp_path, warm_only=False)
+    worker = run._start(["qed"], [TINY], args, {"ceilings": CEILINGS}, tmp_path)
     worker.out.write_text('{"peer": "qed", "status": "ok"}\n{"peer": "cut sh')
     rows = worker.finish(0.01)
     assert [row["status"] for row in rows] == ["ok", "timed out after 0 s"]

@@ -40,6 +40,9 @@ def draw(result: dict[str, Any], stem: Path) -> list[Path]:
     figure.suptitle(f"{device}: {tokens:,} tokens, {rows[0]['heads']} heads, K = V = {rows[0]['K']}", fontsize="medium")
     paths = [stem.with_name(f"{stem.name}-{name}.svg") for name in ("time", "overhead")]
     figure.savefig(paths[0])
+    if not any(row["peer"] == "qed" for row in rows) or not any(row["peer"] == "gdn2" for row in rows):
+        pyplot.close("all")
+        return paths[:1]
     figure, axis = pyplot.subplots(figsize=(5.5, 4), layout="constrained")
     for work in works:
         times = {(row["peer"], row["length"]): row["median_ms"] for row in rows if row["work"] == work}

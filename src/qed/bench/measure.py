@@ -87,18 +87,21 @@ def peak_extra_bytes(call: Callable[[], Any], device: str) -> int | None:
 
 def ceilings(device: str) -> dict[str, float]:
     """Copy bandwidth (bytes read plus written a second) and bf16 matrix rate (operations a second), measured here."""
-    cuda = device.startswith("cuda")
-    dtype = torch.bfloat16 if cuda else torch.float32
-    source = torch.empty(2**31 if cuda else 2**26, dtype=torch.int8, device=device)
+    size = 2**31 if device.startswith("cuda") else 2**26
+    source = torch.empty(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     copy = time_call(lambda: target.copy_(source), device)
-    size = 8192 if cuda else 1024
+    rate = matmul_flop_per_s(device, budget_ms=300)
+    return {"copy_bytes_per_s": 2 * size / copy.median_ms * 1e3, "matmul_flop_per_s": rate}
+
+
+def matmul_flop_per_s(device: str, *, budget_ms: float = 20) -> float:
+    """Rate of one large product: bf16, 8192 cubed; on a CPU float32, 1024 cubed."""
+    cuda = device.startswith("cuda")
+    size, dtype = (8192, torch.bfloat16) if cuda else (1024, torch.float32)
     x, y = (torch.randn(size, size, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
-    product = time_call(lambda: x @ y, device)
-    return {
-        "copy_bytes_per_s": 2 * (2**31 if cuda else 2**26) / copy.median_ms * 1e3,
-        "matmul_flop_per_s": 2 * size**3 / product.median_ms * 1e3,
-    }
+    product = time_call(lambda: x @ y, device, budget_ms=budget_ms)
+    return 2 * size**3 / product.median_ms * 1e3
 
 
 def _repeats(estimate_ms: float, budget_ms: float) -> int:

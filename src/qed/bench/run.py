@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+import time
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peers", nargs="+", metavar="NAME", help=f"some of: {'; '.join(PEERS)}")
     parser.add_argument("--quick", action="store_true", help="leave out the lengths that only the figures need")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds one peer's process may take")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one peer's process may take")
     parser.add_argument(
         "--warm",
         action="store_true",
-        help="first let every peer compile at once, in parallel: peers that tune take minutes",
+        help="first compile what peers that tune themselves will try, in parallel: saves minutes",
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of results and figures")
 
@@ -86,15 +88,11 @@ def _run(args: argparse.Namespace, path: Path) -> None:
     # ours share a process, each other peer has its own: its failure and its time are its own
     ours = [name for name in names if PEERS[name].library == "qed"]
     groups = [group for group in (ours, *([name] for name in names if name not in ours)) if group]
+    if args.warm:
+        _warm([name for name in names if PEERS[name].library != "qed" and PEERS[name].is_installed], args, shapes[0])
     with tempfile.TemporaryDirectory() as folder:
-        if args.warm:
-            warming = [_start(group, shapes, args, result, Path(folder), warm_only=True) for group in groups]
-            for worker in warming:
-                worker.go()
-            for worker in warming:
-                worker.finish(args.timeout)
         # all import their libraries now, while the first is at work; one at a time measures
-        workers = [_start(group, shapes, args, result, Path(folder), warm_only=False) for group in groups]
+        workers = [_start(group, shapes, args, result, Path(folder)) for group in groups]
         try:
             for worker in tqdm(workers, desc="peers", unit="process"):
                 worker.go()
@@ -103,6 +101,30 @@ def _run(args: argparse.Namespace, path: Path) -> None:
         finally:
             for worker in workers:
                 worker.process.kill()
+
+
+def _warm(names: list[str], args: argparse.Namespace, shape: Shape) -> None:
+    """Compile what the peers' tuners will try, in as many processes as there are processors; none of it is timed."""
+    count = max(1, (os.cpu_count() or 1) // max(1, len(names)))
+    small = asdict(replace(shape, batch=1))
+    tasks = [
+        {"peer": name, "index": i, "count": count, "device": args.device, "shape": small}
+        for name in names
+        for i in range(count)
+    ]
+    command = [sys.executable, "-m", "qed.bench.warm"]
+    processes = [subprocess.Popen([*command, json.dumps(task)], stderr=subprocess.DEVNULL) for task in tasks]
+    end = time.monotonic() + args.timeout
+    try:
+        for process in tqdm(processes, desc="compiling peers", unit="process"):
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                break  # what is missing is compiled when it is timed
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 @dataclass
@@ -144,14 +166,12 @@ def _start(
     args: argparse.Namespace,
     result: dict[str, Any],
     folder: Path,
-    *,
-    warm_only: bool,
 ) -> Worker:
-    out = folder / f"{'warm' if warm_only else 'rows'}-{peers[0].replace(' ', '-')}.jsonl"
+    out = folder / f"{peers[0].replace(' ', '-')}.jsonl"
     out.touch()
     task = {
         "peers": peers, "shapes": [asdict(s) for s in shapes], "device": args.device, "out": str(out),
-        "ceilings": result["ceilings"], "warm_only": warm_only,
+        "ceilings": result["ceilings"],
     }  # fmt: skip
     command = [sys.executable, "-m", "qed.bench.worker", json.dumps(task)]
     return Worker(peers, out, subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
