@@ -18,7 +18,7 @@ def make_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(q, k, v, a, g)`` of the kind a trained layer makes: unit q and k, gated v, QED's erase vector, g in float32.
 
-    decay: "usual" as a layer starts; "none" zeros; "strong" far below float32's range within a few tokens; "mixed" usual
+    decay: "usual" as a layer starts; "none" zeros; "strong" below float32's range within a few tokens; "mixed" usual
     with one channel strong; "resets" usual with some entries -inf.
     """
 
@@ -38,7 +38,8 @@ def make_inputs(
         g[..., 0] *= 300
     elif decay == "resets":
         g = g.masked_fill(torch.rand(g.shape, generator=generator) < 0.05, float("-inf"))
-    return (*(x.to(dtype).to(device) for x in (q, k, v, a)), g.to(torch.float32).to(device))
+    q, k, v, a = (x.to(dtype).to(device) for x in (q, k, v, a))
+    return q, k, v, a, g.to(torch.float32).to(device)
 
 
 class _Round(torch.autograd.Function):
@@ -94,8 +95,8 @@ def rms(x: Tensor) -> float:
 def error_rule(name: str, out: Tensor, exact: Tensor, twin: Tensor, *, dtype: torch.dtype, ulps: float = 2.0) -> None:
     """Raise ``AssertionError`` unless ``out`` errs at most twice as much as ``twin``, plus ``ulps`` of ``dtype``.
 
-    Both are held against ``exact`` (float64), in RMS, in the largest element, and for ``[B, T, ...]`` tensors in the RMS
-    of the worst token position. ulps are of the RMS (of the largest element for the maximum) of ``exact``.
+    Both are held against ``exact`` (float64), in RMS, in the largest element, and for ``[B, T, ...]`` tensors in the
+    RMS of the worst token position. ulps are of the RMS (of the largest element for the maximum) of ``exact``.
     """
     eps = torch.finfo(dtype).eps
     out, exact, twin = (x.detach().double() for x in (out, exact, twin))

@@ -1,4 +1,4 @@
-"""The Triton kernels as registered operators: shapes without a device, gradients, autocast. Triton loads at first use."""
+"""The Triton kernels as registered operators: shapes without a device, gradients, autocast."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @torch.library.custom_op("qed::gated_delta_rule", mutates_args=())
 def forward_op(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial_state: Tensor, cu_seqlens: Optional[Tensor]  # noqa: UP045
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial_state: Tensor,
+    cu_seqlens: Optional[Tensor],  # noqa: UP045
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``o``, ``final_state`` and, for a split sequence, its segments' start states and transitions (else empty)."""
     from qed.ops import triton_forward as kernels
 
     with _device(q):
         q, k, v, a = (kernels.rows(x) for x in (q, k, v, a))
         problem, plan = kernels.describe(q, k, v, a, cu_seqlens)
-        return kernels.forward(
-            q, k, v, a, kernels.decay_rows(g), initial_state.contiguous(), cu_seqlens, problem, plan
-        )
+        return kernels.forward(q, k, v, a, kernels.decay_rows(g), initial_state.contiguous(), cu_seqlens, problem, plan)
 
 
 @forward_op.register_fake

@@ -24,24 +24,58 @@ class Plan:
     operand: torch.dtype
     precision: str
     exact: str
-    prepare_warps: int = 2
+    prepare_warps: int = 1
     walk_rows: int = 64
     walk_warps: int = 4
     walk_stages: int = 3
     reverse_rows: int = 64
     reverse_warps: int = 4
-    reverse_stages: int = 2
+    reverse_stages: int = 4
     gradient_channels: int = 64
     gradient_warps: int = 4
-    gradient_stages: int = 1
     join_rows: int = 16
     join_channels: int = 64
     join_warps: int = 4
 
 
-def plan_for(dtype: torch.dtype, K: int, V: int) -> Plan:
+# What `qed bench tune` may choose from and the tests check, gradients included: changes to the defaults.
+SELECTABLE: tuple[dict[str, int], ...] = (
+    {},
+    {"prepare_warps": 2, "reverse_stages": 3, "gradient_warps": 8},
+    {"prepare_warps": 4, "walk_stages": 4, "gradient_warps": 2},
+    {
+        "walk_rows": 128,
+        "walk_warps": 8,
+        "walk_stages": 2,
+        "reverse_rows": 128,
+        "reverse_warps": 8,
+        "reverse_stages": 2,
+        "gradient_channels": 128,
+        "gradient_warps": 8,
+    },
+    {
+        "walk_rows": 32,
+        "walk_warps": 2,
+        "reverse_rows": 32,
+        "reverse_warps": 2,
+        "reverse_stages": 3,
+        "gradient_channels": 32,
+    },
+)
+
+# By card, K and V: fields of the bf16 plan that `qed bench tune` found to differ from the defaults.
+TABLE: dict[tuple[str, int, int], dict[str, int]] = {}
+
+
+def card(device: torch.device) -> str:
+    """The architecture that a row of ``TABLE`` is for, such as "sm90"; "" without CUDA."""
+    return "sm{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
+
+
+def plan_for(dtype: torch.dtype, K: int, V: int, card: str = "") -> Plan:
+    """The frozen choice for a card; one that ``TABLE`` does not know gets the defaults."""
     if dtype is torch.bfloat16:
-        return Plan(torch.bfloat16, "tf32", "tf32x3")
+        return Plan(torch.bfloat16, "tf32", "tf32x3", **TABLE.get((card, K, V), {}))
     if dtype is torch.float16:
         return Plan(torch.float32, "tf32", "tf32x3", walk_stages=1, reverse_stages=1)
     return Plan(torch.float32, "tf32x3", "tf32x3", walk_stages=1, reverse_stages=1)

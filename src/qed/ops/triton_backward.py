@@ -25,6 +25,7 @@ from qed.ops.triton_forward import (
     log2_decay,
     precision,
     prepare,
+    sums,
     walk,
     width,
 )
@@ -113,10 +114,11 @@ def reverse_kernel(
 
 @triton.jit
 def gradient_kernel(
-    q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g, cu, T, N, SEARCH, TOKENS,
+    q, k, a, g, p_q, p_a, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g,
+    cu, T, N, SEARCH, TOKENS,
     sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h, so_t, so_h,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, sg_k: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """BK channels of one block: forward over its chunks with the state (dq, da), back with its gradient (dk, dg)."""
     NK: tl.constexpr = (K + BK - 1) // BK
@@ -144,13 +146,17 @@ def gradient_kernel(
     g += start * sg_t + i_h * sg_h
     grad_o += start * so_t + i_h * so_h
     grad_v += (start * H + i_h) * V
-    residual += (i_h.to(tl.int64) * TOKENS + start) * V
+    head = i_h.to(tl.int64) * TOKENS + start
+    residual += head * V
+    p_q += head * K
+    p_a += head * K
     at_k = (start * H + i_h) * K
     grad_q += at_k
     grad_k += at_k
     grad_a += at_k
     grad_g += at_k
-    for i_c in tl.range(0, count, num_stages=STAGES):
+    # Not pipelined, either loop: Triton 3.6 does not compile it so
+    for i_c in tl.range(0, count, num_stages=1):
         t = i_c * C + i
         m_t = t < size
         m = m_c & m_t[None, :]
@@ -165,32 +171,34 @@ def gradient_kernel(
         b_x = b_s.to(DT)
         b_dq = tl.dot(b_x, tl.trans(b_o), input_precision=PREC)
         b_da = tl.dot(b_x, tl.trans(b_v), input_precision=PREC)
-        # reads and erases: [j, i], the gradients of row i's scores with column j
-        reads = tl.where(r <= c, tl.dot(b_r, tl.trans(b_o), input_precision=PREC), 0.0)
+        # Scores' gradients [j, i], row i and column j. A token's own is kept apart: no decay lies in it, and without it
+        # dg is no difference of large terms where the decay is strong
+        reads = tl.dot(b_r, tl.trans(b_o), input_precision=PREC)
+        own = tl.sum(tl.where(r == c, reads, 0.0), 0)[None, :]
+        reads = tl.where(r < c, reads, 0.0)
         erases = tl.where(r < c, tl.dot(b_r, tl.trans(b_v), input_precision=PREC), 0.0)
-        b_c = tl.cumsum(b_g, 1)
+        b_c = sums(b_g, r <= c, DT, False)
         total = tl.sum(b_g, 1)
         since = tl.exp2(b_c)
         if tl.min(total, 0) < -LIMIT:
             b_dq *= since
             b_da *= since
-            b_dq += b_k * tl.sum(tl.where(r == c, reads, 0.0), 0)[None, :]
             for LEVEL in range(4):
-                b_e = level_decay(b_g, i, LEVEL, True)
+                b_e = level_decay(b_g, i, LEVEL, DT, True)
                 pairs = level_pairs(i, LEVEL)
                 b_y = (b_k * b_e).to(DT)
                 x = tl.trans(tl.where(pairs, tl.trans(reads), 0.0))
                 y = tl.trans(tl.where(pairs, tl.trans(erases), 0.0))
                 b_dq += b_e * tl.dot(b_y, x.to(DT), input_precision=PREC)
                 b_da += b_e * tl.dot(b_y, y.to(DT), input_precision=PREC)
-            b_y = b_k * tl.exp2(tl.dot(b_g, (r > c).to(tl.float32), input_precision="tf32x3"))
+            b_y = b_k * tl.exp2(sums(b_g, r > c, DT, False))
         else:
             b_y = (b_k * tl.exp2(-b_c)).to(DT)
             b_dq = since * tl.dot(b_y, reads.to(DT), b_dq, input_precision=PREC)
             b_da = since * tl.dot(b_y, erases.to(DT), b_da, input_precision=PREC)
             b_y = b_k * tl.exp2(total[:, None] - b_c)
         to = t[None, :] * (H * K) + o_c[:, None]
-        tl.store(grad_q + to, b_dq.to(grad_q.dtype.element_ty), mask=m)
+        tl.store(grad_q + to, (b_dq + b_k * own).to(grad_q.dtype.element_ty), mask=m)
         tl.store(grad_a + to, (-b_da).to(grad_a.dtype.element_ty), mask=m)
         tl.store(grad_g + to, b_q * b_dq - b_a * b_da, mask=m)
         b_s = tl.dot(b_y.to(DT), b_r, b_s * tl.exp2(total)[:, None], input_precision=PREC)
@@ -198,16 +206,16 @@ def gradient_kernel(
     later = tl.sum(b_s * b_z, 1)
     # grad_g is read back below, by other threads
     tl.debug_barrier()
-    for step in tl.range(0, count, num_stages=STAGES):
+    for step in tl.range(0, count, num_stages=1):
         t = (count - 1 - step) * C + i
         m_t = t < size
         m = m_c & m_t[None, :]
         m_vt = m_t[:, None] & m_v
         x_g = tl.load(g + t[None, :] * sg_t + o_c[:, None] * sg_k, mask=m, other=0.0)
         b_g = log2_decay(x_g)
-        b_q = tl.load(q + t[None, :] * sq_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
         b_k = tl.load(k + t[None, :] * sk_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-        b_a = tl.load(a + t[None, :] * sa_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
+        x_q = tl.trans(tl.load(p_q + t[:, None] * K + o_c[None, :], mask=tl.trans(m), other=0.0))
+        x_a = tl.trans(tl.load(p_a + t[:, None] * K + o_c[None, :], mask=tl.trans(m), other=0.0))
         b_o = tl.load(grad_o + t[:, None] * so_t + o_v[None, :], mask=m_vt, other=0.0).to(DT)
         b_v = tl.load(grad_v + t[:, None] * (H * V) + o_v[None, :], mask=m_vt, other=0.0).to(DT)
         b_r = tl.load(residual + t[:, None] * V + o_v[None, :], mask=m_vt, other=0.0)
@@ -215,18 +223,18 @@ def gradient_kernel(
         b_dg = tl.load(grad_g + to, mask=m, other=0.0)
         b_dk = tl.dot(b_z.to(DT), tl.trans(b_r), input_precision=PREC)
         # [i, j] here
-        reads = tl.where(r >= c, tl.dot(b_o, tl.trans(b_r), input_precision=PREC), 0.0)
+        reads = tl.dot(b_o, tl.trans(b_r), input_precision=PREC)
+        own = tl.sum(tl.where(r == c, reads, 0.0), 0)[None, :]
+        reads = tl.where(r > c, reads, 0.0)
         erases = tl.where(r > c, tl.dot(b_v, tl.trans(b_r), input_precision=PREC), 0.0)
-        b_c = tl.cumsum(b_g, 1)
+        b_c = sums(b_g, r <= c, DT, False)
         total = tl.sum(b_g, 1)
-        since = tl.exp2(b_c)
-        x_q = (b_q * since).to(DT)
-        x_a = (b_a * -since).to(DT)
         if tl.min(total, 0) < -LIMIT:
-            b_dk *= tl.exp2(tl.dot(b_g, (r > c).to(tl.float32), input_precision="tf32x3"))
-            b_dk += b_q * tl.sum(tl.where(r == c, reads, 0.0), 0)[None, :]
+            b_q = tl.load(q + t[None, :] * sq_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
+            b_a = tl.load(a + t[None, :] * sa_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
+            b_dk *= tl.exp2(sums(b_g, r > c, DT, False))
             for LEVEL in range(4):
-                b_e = level_decay(b_g, i, LEVEL, True)
+                b_e = level_decay(b_g, i, LEVEL, DT, True)
                 pairs = level_pairs(i, LEVEL)
                 x = tl.where(pairs, reads, 0.0).to(DT)
                 y = tl.where(pairs, erases, 0.0).to(DT)
@@ -234,15 +242,16 @@ def gradient_kernel(
                 b_dk += b_e * tl.dot((b_a * -b_e).to(DT), y, b_w, input_precision=PREC)
         else:
             b_w = tl.dot(x_q, reads.to(DT), input_precision=PREC)
-            b_w = tl.dot(x_a, erases.to(DT), b_w, input_precision=PREC)
+            b_w = tl.dot(x_a, (-erases).to(DT), b_w, input_precision=PREC)
             b_dk = tl.exp2(total[:, None] - b_c) * b_dk + tl.exp2(-b_c) * b_w
-        tl.store(grad_k + to, b_dk.to(grad_k.dtype.element_ty), mask=m)
+        b_q = tl.load(q + t[None, :] * sq_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
+        tl.store(grad_k + to, (b_dk + b_q * own).to(grad_k.dtype.element_ty), mask=m)
         b_dg -= b_k * b_dk
-        x_g = tl.where(x_g < VANISHED, 0.0, tl.cumsum(b_dg, 1, reverse=True) + later[:, None])
+        x_g = tl.where(x_g < VANISHED, 0.0, sums(b_dg, r >= c, DT, False) + later[:, None])
         later += tl.sum(b_dg, 1)
         tl.store(grad_g + to, x_g, mask=m)
         b_z = tl.dot(x_q, b_o, b_z * tl.exp2(total)[:, None], input_precision=PREC)
-        b_z = tl.dot(x_a, b_v, b_z, input_precision=PREC)
+        b_z = tl.dot(x_a, -b_v, b_z, input_precision=PREC)
 
 
 def backward(
@@ -253,17 +262,19 @@ def backward(
     H, K, V, tokens = problem.num_heads, problem.K, problem.V, problem.tokens
     BK, BV = width(K), width(V)
     by_segment = problem.split
-    chunks = prepare(q, k, a, g, cu, problem, plan, inverse=True)
+    chunks: tuple[Tensor, ...] = prepare(q, k, a, g, cu, problem, plan, inverse=True)
     residual = q.new_empty(H, tokens, V, dtype=plan.operand)
     states = q.new_empty(problem.units(BLOCK), H, V, K, dtype=plan.operand)
     source = starts if by_segment else initial
     walk("states", v, chunks, source, (None, states, residual, None), cu, problem, plan, by_segment=by_segment)
 
     def reverse(phase: str, last: Tensor, outputs: tuple[Tensor | None, ...]) -> None:
+        p_q, p_a, p_k, p_m, _, p_d = chunks
         rows = min(plan.reverse_rows, BV)
         sl_v, sl_k = (K, 1) if by_segment else (1, V)
         reverse_kernel[(problem.units(problem.segment) * H * triton.cdiv(V, rows),)](
-            grad_o, *chunks[:4], chunks[5], last, *outputs, cu, problem.length, problem.num_docs, problem.search, tokens,
+            grad_o, p_q, p_a, p_k, p_m, p_d, last, *outputs, cu,
+            problem.length, problem.num_docs, problem.search, tokens,
             grad_o.stride(1), grad_o.stride(2), sl_v, sl_k,
             H=H, K=K, V=V, BK=BK, BV=rows, UNIT=problem.segment, SEGMENT=by_segment, PACKED=problem.packed, PHASE=phase,
             STAGES=plan.reverse_stages, num_warps=plan.reverse_warps, **precision(plan),
@@ -278,17 +289,18 @@ def backward(
     grad_states = torch.empty_like(states)
     grad_initial = torch.empty_like(initial)
     reverse("whole", last, (grad_v, grad_states, grad_initial))
-    del chunks
+    p_q, p_a = chunks[:2]
+    chunks = ()
 
     grad_q, grad_k, grad_a = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, a))
     grad_g = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     channels = min(plan.gradient_channels, BK)
     gradient_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
-        q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g, cu,
+        q, k, a, g, p_q, p_a, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g, cu,
         problem.length, problem.num_docs, problem.search, tokens,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
         grad_o.stride(1), grad_o.stride(2),
         H=H, K=K, V=V, BK=channels, BV=BV, sg_k=g.stride(3), PACKED=problem.packed,
-        STAGES=plan.gradient_stages, num_warps=plan.gradient_warps, **precision(plan),
+        num_warps=plan.gradient_warps, **precision(plan),
     )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_a, grad_g, grad_initial

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qed.ops.tiles import CHUNK, Plan, plan_for, segment_length
+from qed.ops.tiles import BLOCK, CHUNK, Plan, card, plan_for, segment_length
 
 C = tl.constexpr(CHUNK)
+B = tl.constexpr(BLOCK)
 # Base-2 exponents: a factor reaches at most 2**LIMIT; 2**-FLOOR is zero.
 LIMIT = tl.constexpr(80.0)
 FLOOR = tl.constexpr(160.0)
@@ -28,7 +29,7 @@ FLOOR = tl.constexpr(160.0)
 def locate(i_unit, cu, T, N, SEARCH, UNIT: tl.constexpr, PACKED: tl.constexpr):
     """Document ``n``, its bounds and the first token of unit ``i_unit``; units (UNIT tokens) never cross documents.
 
-    Packed, document n owns units from ``cu[n] // UNIT + n`` on: distinct for all documents, with gaps that hold no token.
+    Packed, document n owns units from ``cu[n] // UNIT + n`` on: distinct for all documents, with gaps without tokens.
     """
     if PACKED:
         n = 0
@@ -64,7 +65,27 @@ def log2_decay(g):
 
 
 @triton.jit
-def level_decay(g, i, LEVEL, COLUMNS: tl.constexpr):
+def sums(x, m, DT: tl.constexpr, LEFT: tl.constexpr):
+    """``m @ x`` (LEFT) or ``x @ m`` for a 0/1 matrix ``m``: exact products of the halves of ``x``, 22 bits; where DT is
+    float32, all 24."""
+    m = m.to(tl.float32)
+    high = x.to(tl.int32, bitcast=True)
+    high = (high & -8192).to(tl.float32, bitcast=True)
+    if LEFT:
+        if DT == tl.float32:
+            y = tl.dot(m, x, input_precision="ieee")
+        else:
+            y = tl.dot(m, x - high, tl.dot(m, high, input_precision="tf32"), input_precision="tf32")
+    else:
+        if DT == tl.float32:
+            y = tl.dot(x, m, input_precision="ieee")
+        else:
+            y = tl.dot(x - high, m, tl.dot(high, m, input_precision="tf32"), input_precision="tf32")
+    return y
+
+
+@triton.jit
+def level_decay(g, i, LEVEL, DT: tl.constexpr, COLUMNS: tl.constexpr):
     """Decays between neighbouring blocks of ``1 << LEVEL`` tokens, from ``g`` in base 2: ``[C, BK]``, or ``[BK, C]``
     where tokens are COLUMNS.
 
@@ -72,14 +93,11 @@ def level_decay(g, i, LEVEL, COLUMNS: tl.constexpr):
     one token to the other, and neither factor is above one.
     """
     r, c = i[:, None], i[None, :]
+    if COLUMNS:
+        r, c = c, r
     second = (r >> LEVEL) & 1 == 1
     m = ((r >> LEVEL) == (c >> LEVEL)) & ((second & (c <= r)) | ((second == 0) & (c > r)))
-    m = m.to(tl.float32)
-    if COLUMNS:
-        x = tl.dot(g, tl.trans(m), input_precision="tf32x3")
-    else:
-        x = tl.dot(m, g, input_precision="tf32x3")
-    return tl.exp2(x)
+    return tl.exp2(sums(g, m, DT, COLUMNS == False))  # noqa: E712
 
 
 @triton.jit
@@ -138,17 +156,17 @@ def prepare_kernel(
         x_k = tl.load(p_k, mask=m, other=0.0)
         x_q = tl.load(p_q, mask=m, other=0.0)
         x_a = tl.load(p_a, mask=m, other=0.0)
-        far_reads = tl.where(r == c, tl.dot(x_q.to(DT), tl.trans(x_k).to(DT), input_precision=PREC), 0.0)
+        far_reads = tl.where(r == c, tl.dot(x_q.to(DT), tl.trans(x_k.to(DT)), input_precision=PREC), 0.0)
         far_erases = tl.zeros([C, C], tl.float32)
         for LEVEL in range(4):
-            b_e = level_decay(b_g, i, LEVEL, False)
+            b_e = level_decay(b_g, i, LEVEL, DT, False)
             pairs = level_pairs(i, LEVEL)
             columns = tl.trans((x_k * b_e).to(DT))
             far_reads = tl.where(pairs, tl.dot((x_q * b_e).to(DT), columns, input_precision=PREC), far_reads)
             far_erases = tl.where(pairs, tl.dot((x_a * b_e).to(DT), columns, input_precision=PREC), far_erases)
         reads = tl.where(far, far_reads, reads)
         erases = tl.where(far, far_erases, erases)
-        until = tl.dot((c > r).to(tl.float32), b_g, input_precision="tf32x3")
+        until = sums(b_g, c > r, DT, True)
         b_k = (x_k * tl.exp2(until)).to(DT)
     reads = tl.where(r >= c, reads, 0.0)
     erases = tl.where(r > c, erases, 0.0)
@@ -205,7 +223,7 @@ def walk_kernel(
         p_i = initial + (i_i.to(tl.int64) * H + i_h) * K * V + o_v[:, None] * si_v + o_c[None, :] * si_k
         b_s = tl.load(p_i, mask=m_v & m_c, other=0.0).to(tl.float32)
     i_d = first_unit(n, begin, T, C, PACKED) + (start - begin) // C
-    i_b = first_unit(n, begin, T, 64, PACKED) + (start - begin) // 64
+    i_b = first_unit(n, begin, T, B, PACKED) + (start - begin) // B
     at = i[:, None] * K + o_c[None, :]
     size = (stop - start).to(tl.int32)
     for i_c in tl.range(0, tl.cdiv(size, C), num_stages=STAGES):
@@ -341,7 +359,7 @@ def describe(q: Tensor, k: Tensor, v: Tensor, a: Tensor, cu: Tensor | None) -> t
     dtype = q.dtype
     for x in (k, v, a):
         dtype = torch.promote_types(dtype, x.dtype)
-    return Problem(num_docs, T, H, K, V, B * T, packed, segment), plan_for(dtype, K, V)
+    return Problem(num_docs, T, H, K, V, B * T, packed, segment), plan_for(dtype, K, V, card(q.device))
 
 
 def rows(x: Tensor) -> Tensor:
@@ -423,8 +441,9 @@ def join(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial: Tensor, cu: Tensor | None, problem: Problem, plan: Plan
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, initial: Tensor, cu: Tensor | None,
+    problem: Problem, plan: Plan,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``o``, ``final_state``, and where the sequence is split the segments' start states and transitions."""
     H, K, V = problem.num_heads, problem.K, problem.V
     chunks = prepare(q, k, a, g, cu, problem, plan, inverse=False)
