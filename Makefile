@@ -8,8 +8,9 @@ OLDEST := transformers==5.17.0 'huggingface-hub<2' httpx httpcore h11 anyio cert
 reproduce: .venv/ready
 	$(BIN)/qed reproduce --preset laptop
 
+# Two processes of one thread each: small tensors gain nothing from more.
 test: .venv/ready
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -19,7 +20,7 @@ lint: .venv/ready
 # The model's tests again on the oldest Transformers that pyproject.toml admits, laid over the same environment.
 test-oldest: .venv/ready
 	test -d .venv/oldest || $(BIN)/pip install -q --no-deps --target .venv/oldest $(OLDEST)
-	PYTHONPATH=.venv/oldest $(BIN)/python -m pytest tests/model
+	OMP_NUM_THREADS=1 PYTHONPATH=.venv/oldest $(BIN)/python -m pytest -n 2 tests/model
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/cpu.py

@@ -26,14 +26,14 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             from qed.config import nearest
 
-            self.error(nearest(action.metavar or action.dest, str(value), map(str, action.choices)))
+            self.error(nearest(str(action.metavar or action.dest), str(value), map(str, action.choices)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="qed", description="Query-aware linear attention: train, evaluate, look inside, report.")
     parser.add_argument("--version", action="version", version=f"qed {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="verb", required=True, parser_class=Parser)
-    for add in (_reproduce, _train, _eval, _compare, _report, _explain, _data, _bench):
+    for add in (_reproduce, _train, _eval, _compare, _probe, _report, _explain, _data, _bench):
         add(verbs)
     options = parser.parse_args(arguments)
     try:
@@ -73,7 +73,7 @@ def _reproduce(verbs: Any) -> None:
         "reproduce",
         run,
         "Train and evaluate the arms of a preset, then write the report.",
-        "examples:\n  qed reproduce --preset laptop\n  qed reproduce --preset laptop --arms gdn2 qed qed-rand --seeds 0 1 2",
+        "examples:\n  qed reproduce --preset laptop\n  qed reproduce --arms gdn2 qed qed-rand --seeds 0 1 2",
     )
     parser.add_argument("--preset", default="laptop", help="a whole frozen study (default: laptop)")
     parser.add_argument("--arms", nargs="+", metavar="ARM", help="instead of the preset's")
@@ -86,12 +86,13 @@ def _reproduce(verbs: Any) -> None:
 
 def _train(verbs: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        from qed.study.single import train_single
+        from qed.study.single import get_single, train_single
 
-        return train_single(options)
+        config = _overridden(get_single(options.preset, options.arm, options.seed), options.set)
+        return train_single(config, Path(options.data), Path(options.out), only_check=options.dry_run)
 
     parser = _verb(verbs, "train", run, "Train one model on prepared token shards (see qed data prepare).")
-    parser.add_argument("--preset", default="paper-340m", help="a whole frozen training run (default: paper-340m)")
+    parser.add_argument("--preset", default="paper-340m", help="a whole frozen run (default: paper-340m; also tiny)")
     parser.add_argument("--arm", default="qed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--data", required=True, metavar="DIR", help="folder that qed data prepare wrote")
@@ -206,6 +207,32 @@ def _compare(verbs: Any) -> None:
     parser.add_argument("--out", metavar="FILE", help="also write the result as JSON")
 
 
+def _probe(verbs: Any) -> None:
+    def run(options: argparse.Namespace) -> None:
+        from qed.evals.commands import table
+        from qed.probes.commands import probe
+        from qed.probes.measure import ProbeConfig
+
+        names = [field.name for field in fields(ProbeConfig)]
+        config = ProbeConfig(
+            **{name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
+        )
+        keys = ("data", "text_field", "out", "device", "dtype")
+        print(table(probe(options.checkpoints, config=config, **{key: getattr(options, key) for key in keys})))
+
+    parser = _verb(verbs, "probe", run, "Measure the inside of the erase step, without changing the model.")
+    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="run folder or checkpoint of this package")
+    parser.add_argument("--data", metavar="PATH", help="text to read (default: needle prompts)")
+    parser.add_argument("--text-field", default="text", help="field that holds the text (default: text)")
+    parser.add_argument("--out", metavar="DIR", help="where results go (default: beside each checkpoint)")
+    parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
+    parser.add_argument("--dtype", help="float32, bfloat16, ... (default: the checkpoint's)")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 2048)")
+    parser.add_argument("--num-tokens", type=int, metavar="N", help="tokens in all (default: 16384)")
+    parser.add_argument("--needle-length", type=int, metavar="N", help="of the needle examples (default: 1024)")
+    parser.add_argument("--num-needles", type=int, metavar="N", help="needle examples, 0 for none (default: 4)")
+
+
 def _report(verbs: Any) -> None:
     def run(options: argparse.Namespace) -> None:
         from qed.report import find_runs, report
@@ -272,7 +299,7 @@ def _data(verbs: Any) -> None:
 
 def _bench(verbs: Any) -> None:
     def run(options: argparse.Namespace) -> int:
-        from qed.bench import main as bench
+        from qed.bench.run import main as bench
 
         return bench(options.arguments)
 

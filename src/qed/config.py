@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -48,10 +49,8 @@ def override(config: C, path: str, value: Any) -> C:
         value = override(getattr(config, head), rest, value)
     else:
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError):
                 value = json.loads(value)
-            except ValueError:
-                pass
         value = _convert(typing.get_type_hints(type(config))[head], value, path)
     return dataclasses.replace(config, **{head: value})  # type: ignore[type-var]
 

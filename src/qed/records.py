@@ -85,4 +85,8 @@ def _device_name(device: str) -> str:
     torch = sys.modules.get("torch")
     if device.startswith("cuda") and torch is not None:
         return str(torch.cuda.get_device_name(device))
-    return platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

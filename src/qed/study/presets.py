@@ -15,7 +15,7 @@ from qed.train import TrainConfig
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The fields of ``QEDConfig`` that a study chooses; the vocabulary comes from the tokenizer, the arm from the run."""
+    """The fields of ``QEDConfig`` that a study chooses; the tokenizer decides the vocabulary, the run the arm."""
 
     hidden_size: int = 1024
     num_hidden_layers: int = 24
@@ -97,9 +97,8 @@ def laptop() -> StudyConfig:
     """GDN-2 and QED on two CPU cores in minutes: trained at 256 tokens, asked at 256 to 4096.
 
     What makes it learn in nearly every seed: loss on the answers (and a little of the prose), documents that are mostly
-    of evaluation's own shape and grow from 140 to 256 tokens, small batches, and a slower initial decay than the paper's
-    (``dt_range``), since at the paper's most channels forget a needle before its question. ``docs/laptop.md`` has the
-    trials.
+    of evaluation's own shape and grow from 140 to 256 tokens, small batches, and a slower initial decay than the
+    paper's (``dt_range``), at which most channels forget a needle before its question. Trials: ``docs/laptop.md``.
     """
     length, batch_rows, num_steps = 256, 16, 800
     batch_tokens = batch_rows * length

@@ -60,5 +60,5 @@ def execute(config: RunConfig, folder: Path, *, progress: bool = False) -> None:
         progress=progress,
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint").to(device)
+    model = AutoModelForCausalLM.from_pretrained(folder / "checkpoint", device_map=device)
     evaluate(model, tokenizer, config.niah, folder, progress=progress)
