@@ -12,7 +12,7 @@ from qed.evals.recall import RecallConfig
 from qed.model.load import find_checkpoints, load_model
 from qed.records import read_json
 
-NIAH = NiahConfig(lengths=(256,), num_examples=4, max_new_tokens=8, fill="unit", rows=4)
+NIAH = NiahConfig(lengths=(256,), num_examples=4, max_new_tokens=8, fill="unit", longest_word=6, rows=4)
 LOSS = LossConfig(length=128, num_tokens=512)
 RECALL = RecallConfig(tasks=("fda",), max_new_tokens=4)
 

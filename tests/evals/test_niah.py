@@ -9,7 +9,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from qed.evals.niah import NiahConfig, evaluate
 from qed.records import read_json, read_rows
 
-CONFIG = NiahConfig(lengths=(256, 320), num_examples=5, max_new_tokens=16, fill="unit", rows=4, chunk_tokens=64)
+CONFIG = NiahConfig(
+    lengths=(256, 320), num_examples=5, max_new_tokens=16, fill="unit", longest_word=6, rows=4, chunk_tokens=64
+)
 
 
 class Copier(nn.Module):
@@ -139,7 +141,7 @@ def test_batch_size_changes_nothing(request, name, tokenizer, tmp_path):
     model = request.getfixturevalue(name)
     texts = []
     for rows in (1, 4, 16):
-        config = NiahConfig(lengths=(256,), num_examples=16, max_new_tokens=16, fill="unit", rows=rows)
+        config = NiahConfig(lengths=(256,), num_examples=16, max_new_tokens=16, fill="unit", longest_word=6, rows=rows)
         evaluate(model, tokenizer, config, tmp_path / str(rows), progress=False)
         texts.append([row["prediction"] for row in read_rows(tmp_path / str(rows) / "niah.jsonl")])
     assert texts[0] == texts[1] == texts[2]

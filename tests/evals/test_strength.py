@@ -6,7 +6,9 @@ from qed.evals.strength import StrengthConfig, compare_strengths, evaluate, stre
 from qed.records import read_rows
 from qed.statistics import mcnemar
 
-NIAH = NiahConfig(lengths=(256,), num_examples=6, max_new_tokens=8, fill="unit", rows=6, chunk_tokens=64)
+NIAH = NiahConfig(
+    lengths=(256,), num_examples=6, max_new_tokens=8, fill="unit", longest_word=6, rows=6, chunk_tokens=64
+)
 
 
 def rows_of(**outcomes):

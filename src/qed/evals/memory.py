@@ -7,7 +7,8 @@ from torch import nn
 
 from .decode import Calls, forward
 
-CPU_TOKENS = 16_384
+# Tokens of one forward pass beyond which a device gains nothing; on a GPU it also keeps offsets within 32 bits.
+CPU_TOKENS, GPU_TOKENS = 1 << 14, 1 << 18
 MOST_ROWS = 512
 
 
@@ -15,8 +16,7 @@ MOST_ROWS = 512
 def choose_rows(model: nn.Module, calls: Calls, chunk_tokens: int, length: int) -> int:
     """Rows of ``chunk_tokens`` that fit the device, the caches at ``length`` tokens included.
 
-    On a GPU two short batches are run and their peaks give the bytes a row; 70 % of the free memory is filled. On a
-    CPU larger batches gain nothing once a forward pass has some ten thousand tokens.
+    On a GPU two short batches are run and their peaks give the bytes a row; at most 70 % of the free memory is filled.
     """
     device = next(model.parameters()).device
     chunk = min(chunk_tokens, length) if calls.chunks else length
@@ -43,7 +43,8 @@ def choose_rows(model: nn.Module, calls: Calls, chunk_tokens: int, length: int) 
     per_row += _growth(model, calls, chunk, device) * max(0, length - 2 * chunk)
     free, _ = torch.cuda.mem_get_info(device)
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(max(1, min(MOST_ROWS, (0.7 * (free + reserved) - fixed) // per_row)))
+    fit = int((0.7 * (free + reserved) - fixed) // per_row)
+    return max(1, min(MOST_ROWS, GPU_TOKENS // chunk, fit))
 
 
 def _growth(model: nn.Module, calls: Calls, chunk: int, device: torch.device) -> float:
