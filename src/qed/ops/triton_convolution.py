@@ -11,7 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 WIDTH = 4
+# H200, B16 T2048, 2304 channels, in ms: 16 x 128 0.117, 32 x 128 0.119, 8 x 256 0.121, 32 x 64 0.179.
 FORWARD_TOKENS, FORWARD_CHANNELS, FORWARD_WARPS = 16, 128, 4
+# Before fetching ran ahead: 256 channels with 4 warps 0.378, 128 with 2 0.397, 512 with 4 0.473, 128 with 4 0.531.
 BACKWARD_CHANNELS, BACKWARD_WARPS = 256, 4
 # Tokens of one backward program, which walks three more, four at a time.
 STRIP = 61

@@ -103,7 +103,9 @@ def tile(num_heads: int, K: int, V: int) -> tuple[int, int]:
     H200, K = V = 128, float32 state, us a step: 6 heads, 16 columns 2.5, 32 columns 3.2; 1536 heads, 16 columns
     60.3, 32 columns 56.5, 64 columns 58.7.
     """
-    columns = 16 if num_heads * V < 16 * 1024 else 32
+    few = num_heads * V < 16 * 1024
+    # 64 elements of the state a thread
+    columns = 16 if few else max(16, min(32, 4096 // triton.next_power_of_2(K)))
     return min(columns, triton.next_power_of_2(V)), 2
 
 
@@ -113,7 +115,8 @@ def inputs_tile(num_heads: int, K: int, V: int) -> tuple[int, int]:
     H200 as above: 6 heads, 16 columns 3.25, 64 columns 3.83; 1536 heads, 16 columns 59.4, 32 columns 56.7, 64
     columns 55.2.
     """
-    columns = 16 if num_heads * V < 16 * 1024 else 64
+    few = num_heads * V < 16 * 1024
+    columns = 16 if few else max(16, min(64, 8192 // triton.next_power_of_2(K)))
     return min(columns, triton.next_power_of_2(V)), 4
 
 
