@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from qed.records import write_text
 
@@ -211,7 +211,7 @@ def _by_position(record: dict[str, Any], quantity: str) -> tuple[list[float], li
 def _plain_ticks(axis: Any, few: bool = False) -> None:
     axis.set_major_locator(LogLocator(subs=(1,) if few else (1, 2, 5)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    axis.set_minor_locator(NullLocator())
 
 
 def _half_lives(axes: Any, record: dict[str, Any]) -> None:
@@ -228,6 +228,9 @@ def _half_lives(axes: Any, record: dict[str, Any]) -> None:
 
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # the layout is found once and kept for both files
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
     text = io.StringIO()
     figure.savefig(text, format="svg", metadata={"Date": None})
     write_text(path.with_name(f"{path.name}.svg"), text.getvalue())
