@@ -298,13 +298,15 @@ def _data(verbs: Any) -> None:
 
 
 def _bench(verbs: Any) -> None:
-    def run(options: argparse.Namespace) -> int:
-        from qed.bench.run import main as bench
+    from qed.bench import add_arguments
 
-        return bench(options.arguments)
+    def run(options: argparse.Namespace) -> int:
+        from qed.bench import bench
+
+        return bench(options)
 
     parser = _verb(verbs, "bench", run, "Time the operator beside its peers; 'qed bench tune' rewrites the tile table.")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    add_arguments(parser)
 
 
 def _add_set(parser: Any) -> None:

@@ -124,17 +124,17 @@ PEERS: dict[str, Peer] = {
     ),
     "gdn2": Peer("gdn2", "qed", _ours("gdn2", None), _our_step("gdn2"), note="the same kernels, no added direction"),
     "core": Peer("core", "qed", _core, _core_step, note="erase vector given"),
-    "qed, bf16 state": Peer(
+    "qed (bf16 state)": Peer(
         "qed", "qed", None, _our_step("qed"), torch.bfloat16, GPU, note="state rounded once a token"
     ),
     "reference": Peer("qed", "qed", _ours("qed", "reference"), devices=("cpu",), note="token loop"),
     "fla chunk_gdn2": Peer(
         "gdn2-prepared", "fla", _fla_gdn2(disable_recompute=False), _fla_step, devices=GPU, note="gates given"
     ),
-    "fla chunk_gdn2, no recompute": Peer(
+    "fla chunk_gdn2 (no recompute)": Peer(
         "gdn2-prepared", "fla", _fla_gdn2(disable_recompute=True), devices=GPU, note="gates given"
     ),
-    "fla chunk_gdn2, projections": Peer(
+    "fla chunk_gdn2 (projections)": Peer(
         "gdn2",
         "fla",
         _fla_gdn2_projections,

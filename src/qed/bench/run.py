@@ -33,30 +33,10 @@ SHAPES = {
 LENGTHS = [Shape(TOKENS // length, length) for length in (512, 1024, 4096, 8192, 16_384)]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments that :func:`bench` reads."""
-    parser.add_argument("action", nargs="?", default="run", choices=["run", "show", "tune"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--peers", nargs="+", metavar="NAME", help=f"some of: {'; '.join(PEERS)}")
-    parser.add_argument("--quick", action="store_true", help="leave out the lengths that only the figures need")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one peer's process may take")
-    parser.add_argument(
-        "--warm",
-        action="store_true",
-        help="first compile what peers that tune themselves will try, in parallel: saves minutes",
-    )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of results and figures")
-
-
-def main(arguments: list[str]) -> int:
-    """``qed bench`` with the words that follow it; see :func:`bench`."""
-    parser = argparse.ArgumentParser(prog="qed bench", description="Time the operator beside its peers.")
-    add_arguments(parser)
-    return bench(parser.parse_args(arguments))
-
-
 def bench(args: argparse.Namespace) -> int:
-    """Run, show or tune; 0, or 1 where a peer of ours has no time."""
+    """See :func:`qed.bench.bench`."""
+    args = argparse.Namespace(**vars(args))
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if args.action == "tune":
         from qed.bench.tune import tune
 
