@@ -11,9 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from qed.config import config_hash
+from qed.train.checks import check_row
 from qed.train.config import TrainConfig
 from qed.train.measure import peak_tflops
-from qed.train.run import FINAL, RECORD, RESUME, check_row, computes_in_bf16
+from qed.train.run import FINAL, RECORD, RESUME, computes_in_bf16
 
 # Part of the peak that a run is taken to reach when nobody says how fast it is.
 ASSUMED_MFU = 0.3
