@@ -1,11 +1,13 @@
 import ast
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from qed.bench import main
-from qed.bench.tune import CANDIDATES, rewrite, search
-from qed.ops.tiles import Plan, plan_for
+from qed.bench.tune import candidates, rewrite, search
+from qed.ops import tiles
+from qed.ops.tiles import Plan
 
 TEXT = """X = 1
 TABLE: dict[tuple[str, int, int], dict[str, int]] = {}
@@ -33,14 +35,17 @@ def test_search_changes_one_field_at_a_time_and_refuses_what_fails():
     assert (best.prepare_warps, best.gradient_warps, best.walk_rows) == (1, 4, start.walk_rows)
     assert best.walk_warps == start.walk_warps
     assert ms == pytest.approx(7)
-    assert len(tried) <= 1 + sum(map(len, CANDIDATES.values()))
+    assert len(tried) <= 1 + sum(map(len, candidates().values()))
     with pytest.raises(RuntimeError, match="current plan fails"):
         search(start, lambda plan: None)
 
 
-def test_every_candidate_is_a_field_of_the_plan():
-    plan = Plan(torch.bfloat16, "tf32", "tf32x3")
-    assert all(isinstance(getattr(plan, name), int) for name in CANDIDATES)
+def test_every_candidate_is_what_the_tests_check():
+    plan = asdict(Plan(torch.bfloat16, "tf32", "tf32x3"))
+    for field, values in candidates().items():
+        assert plan[field] in values
+        assert all(isinstance(value, int) for value in values)
+        assert {row[field] for row in tiles.SELECTABLE if field in row} <= set(values)
 
 
 def test_the_table_is_rewritten_row_by_row():
@@ -59,12 +64,11 @@ def test_the_table_is_rewritten_row_by_row():
         rewrite("X = 1\n", ("sm90", 64, 64), {}, "")
 
 
-def test_the_source_holds_a_table_and_unknown_cards_get_the_defaults():
-    from qed.ops import tiles
-
+def test_the_source_holds_a_table_that_can_be_rewritten():
     with open(tiles.__file__, encoding="utf-8") as file:
-        assert "sm00" in rewrite(file.read(), ("sm00", 64, 64), {}, "none")
-    assert plan_for(torch.bfloat16, 64, 64, "sm00") == Plan(torch.bfloat16, "tf32", "tf32x3")
+        text = rewrite(file.read(), ("sm00", 64, 64), {"walk_rows": 32}, "a card")
+    table = next(node for node in ast.parse(text).body if isinstance(node, ast.AnnAssign) and node.target.id == "TABLE")
+    assert ast.literal_eval(table.value) == {**tiles.TABLE, ("sm00", 64, 64): {"walk_rows": 32}}
 
 
 def test_tuning_needs_a_gpu():

@@ -24,17 +24,7 @@ from qed.ops.tiles import Plan
 from qed.records import write_text
 
 SIZES = ((64, 64), (128, 128), (256, 256))
-CANDIDATES: dict[str, tuple[int, ...]] = {
-    "prepare_warps": (1, 2, 4),
-    "walk_rows": (32, 64, 128),
-    "walk_warps": (2, 4, 8),
-    "walk_stages": (1, 2, 3, 4),
-    "reverse_rows": (32, 64, 128),
-    "reverse_warps": (2, 4, 8),
-    "reverse_stages": (1, 2, 3, 4),
-    "gradient_channels": (32, 64, 128),
-    "gradient_warps": (2, 4, 8),
-}
+DEFAULTS = Plan(torch.bfloat16, "tf32", "tf32x3")
 # Largest relative RMS error of an output or a gradient against float64 in bf16.
 LIMIT = 2e-2
 # A candidate has to be this much faster to be kept.
@@ -45,7 +35,14 @@ CHECK = 200
 Score = Callable[[Plan], "float | None"]
 
 
-def search(start: Plan, score: Score, candidates: dict[str, tuple[int, ...]] | None = None) -> tuple[Plan, float]:
+def candidates() -> dict[str, tuple[int, ...]]:
+    """By field, the values that ``tiles.SELECTABLE`` and the conservative choice name: what the GPU tests check."""
+    rows = (asdict(DEFAULTS), tiles.CONSERVATIVE, *tiles.SELECTABLE)
+    fields = {field for row in rows[1:] for field in row}
+    return {field: tuple(sorted({row[field] for row in rows if field in row})) for field in sorted(fields)}
+
+
+def search(start: Plan, score: Score) -> tuple[Plan, float]:
     """The best plan that changing one field at a time finds; ``score`` is milliseconds, ``None`` for what must not be.
 
     Raises:
@@ -54,7 +51,7 @@ def search(start: Plan, score: Score, candidates: dict[str, tuple[int, ...]] | N
     best, best_ms = start, score(start)
     if best_ms is None:
         raise RuntimeError(f"the current plan fails on this card: {start}")
-    for field, values in tqdm((candidates or CANDIDATES).items(), desc="tiles", unit="field"):
+    for field, values in tqdm(candidates().items(), desc="tiles", unit="field"):
         for value in values:
             plan = replace(best, **{field: value})  # type: ignore[arg-type]
             if plan == best:
@@ -75,8 +72,7 @@ def tune(args: argparse.Namespace) -> int:
     for K, V in SIZES:
         start = tiles.plan_for(torch.bfloat16, K, V, card)
         plan, ms = search(start, scorer(Shape(16, 2048, K=K, V=V), args.device))
-        base = tiles.plan_for(torch.bfloat16, K, V, "")
-        fields = {name: value for name, value in asdict(plan).items() if value != getattr(base, name)}
+        fields = {name: value for name, value in asdict(plan).items() if value != getattr(DEFAULTS, name)}
         comment = f"{torch.cuda.get_device_name(device)}, B16 T2048 H6, forward and backward {ms:.3f} ms"
         write_text(path, rewrite(path.read_text(encoding="utf-8"), (card, K, V), fields, comment))
         print(f"{card} K{K} V{V}: {ms:.3f} ms with {fields or 'the defaults'}")
@@ -132,11 +128,11 @@ def rewrite(text: str, key: tuple[str, int, int], fields: dict[str, Any], commen
     table = re.search(r"^TABLE: [^\n]*= \{(?P<rows>\n(?:    [^\n]*\n)*)?\}\n", text, flags=re.MULTILINE)
     if table is None:
         raise ValueError("tiles.py holds no TABLE to rewrite")
-    rows = dict(re.findall(r"    # ([^\n]*)\n    (\(.*?\},)\n", table["rows"] or "", flags=re.DOTALL))
+    rows = re.findall(r"((?:    # [^\n]*\n)*)    (\(.*?\},)\n", table["rows"] or "", flags=re.DOTALL)
     name = f'("{key[0]}", {key[1]}, {key[2]}): '
-    rows = {note: row for note, row in rows.items() if not row.startswith(name)}
+    rows = [(note, row) for note, row in rows if not row.startswith(name)]
     items = "".join(f'\n        "{field}": {value},' for field, value in fields.items())
-    rows[comment] = f"{name}{{{items}" + ("\n    }," if items else "},")
-    body = "".join(f"    # {note}\n    {row}\n" for note, row in sorted(rows.items(), key=lambda item: item[1]))
+    rows.append((f"    # {comment}\n", f"{name}{{{items}" + ("\n    }," if items else "},")))
+    body = "".join(f"{note}    {row}\n" for note, row in sorted(rows, key=lambda item: item[1]))
     head = text[table.start() : table.end()].split("{")[0]
     return f"{text[: table.start()]}{head}{{\n{body}}}\n{text[table.end() :]}"
