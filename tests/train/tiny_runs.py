@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig
 
 from qed.model import QEDConfig
+from qed.records import read_rows
 from qed.train import TrainConfig, TrainingInterrupted, checkpoint, run, train, trainer
 
 ROW, ROWS_A_STEP, STEPS = 16, 4, 24
@@ -162,9 +163,11 @@ def work_as_rank(rank: int, num_processes: int, port: int, folder: str, options:
     if stop_after is not None and rank == num_processes - 1:
         stop_at(stop_after)
     try:
-        train(qed_config(), None, Rows(), train_config(**changes), folder, use_cpu=True, progress=False)
+        record = train(qed_config(), None, Rows(), train_config(**changes), folder, use_cpu=True, progress=False)
     except TrainingInterrupted:
         os._exit(3)
+    # Every process returns the run's record, not its own share.
+    assert record["loss"] == read_rows(Path(folder, "train.jsonl"))[-1]["loss"]
 
 
 def stop_at(count: int) -> None:

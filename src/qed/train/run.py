@@ -138,7 +138,7 @@ def train(
         "status": "done",
         "num_steps": config.num_steps,
         "num_tokens": config.num_steps * config.batch_tokens,
-        "loss": read_rows(folder / ROWS)[-1]["loss"] if writer else None,
+        "loss": trainer.last_row["loss"],
         "num_parameters": meter.num_parameters,
         "lambda": final_strengths,
         "seconds": meter.seconds,

@@ -68,7 +68,7 @@ class RunTrainer(Trainer):
         self.stopping = False
         self.save_due = False
         self.last_save_time = time.monotonic()
-        self.grad_norm: float | None = None
+        self.last_row: dict[str, Any] = {}
         self._step_loss = torch.zeros((), dtype=torch.float64, device=args.device)
 
     # Data: the sampler shares rows out itself, so that a step's rows do not depend on the number of processes.
@@ -186,6 +186,7 @@ class RunTrainer(Trainer):
             grad_norm=logs["grad_norm"],
             strength=strengths(self.model),
         )
+        self.last_row = row
         if self.state.is_world_process_zero:
             with open(self.rows_path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row, allow_nan=False) + "\n")
