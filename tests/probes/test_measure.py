@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from qed.ops import ARMS
 from qed.ops.reference import recurrence
-from qed.probes import ProbeConfig, measure
+from qed.probes import ProbeConfig, measure, observe
 from qed.probes.measure import Observer, read, text_windows
 
 LENGTH, CONFIG = 300, ProbeConfig(length=300, num_tokens=600, chunk_tokens=128)
@@ -273,12 +273,18 @@ def test_chunks_and_batches_change_nothing_but_rounding(measured, build):
 def test_observer_refuses_passes_that_do_not_fit(build, tokens):
     model = build()
     observer = Observer([layer.mixer for layer in model.model.layers], (0, 64))
-    from qed.probes import observe
-
     with observe(model, observer.receive), torch.no_grad():
         cache = model(tokens(1, 50), use_cache=True).cache
         with pytest.raises(ValueError, match="multiple of 64"):
             model(tokens(1, 50), cache=cache)
+
+
+def test_a_model_that_diverged_is_refused(build, tokens):
+    model = build()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        measure(model, tokens(1, 64).tolist(), ProbeConfig(length=64, num_tokens=64), progress=False)
 
 
 def test_configs_and_windows(tokenizer):

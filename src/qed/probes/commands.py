@@ -88,7 +88,9 @@ def _probe(
     except ValueError as error:
         problem = str(error)
     model = load_model(checkpoint, device=device, dtype=dtype)
-    identity = {**fingerprint(model, tokenizer), "dtype": str(model.dtype).removeprefix("torch.")}
+    identity: dict[str, Any] = {**fingerprint(model, tokenizer), "dtype": str(model.dtype).removeprefix("torch.")}
+    # what the weights do not say of the correction
+    identity |= {name: getattr(model.config, name, None) for name in ("arm", "lambda_max", "strength_scale")}
     content = hashlib.sha256(repr((windows, [needle.ids for needle in needles])).encode()).hexdigest()[:12]
     # how windows are grouped changes no number but rounding
     settings = {key: value for key, value in to_dict(config).items() if key not in ("batch_windows", "chunk_tokens")}
@@ -117,6 +119,8 @@ def _probe(
         record["needle_problem"] = problem
     record["seconds"] = round(time.perf_counter() - started, 3)
     record["provenance"] = provenance(seed=config.seed, device=str(model.device))
+    # a record of other rows would not mean done
+    path.unlink(missing_ok=True)
     write_rows(checkpoint.folder / ROWS, rows)
     draw_summary(record, checkpoint.name, checkpoint.folder / PICTURE)
     if needles:

@@ -350,6 +350,8 @@ def measure(
                 own = cache.layers[layer].recurrent_states[0].double()
                 gap = (observer.state(layer) - own).norm() / own.norm()
                 difference = max(difference, float(gap))
+            if not bool(losses.isfinite().all()):
+                raise ValueError("the model's loss is not finite on these tokens, so there is nothing to measure")
             _add_losses(nats["as_trained"], losses, config.edges)
             _add_losses(counts, torch.ones_like(losses, dtype=torch.int64), config.edges)
             if observer.corrects:
