@@ -15,6 +15,7 @@ from torch import Tensor
 from qed.ops.tiles import BLOCK, Plan
 from qed.ops.triton_forward import (
     LIMIT,
+    UNSPECIALIZED,
     C,
     Problem,
     first_unit,
@@ -35,7 +36,7 @@ B = tl.constexpr(BLOCK)
 VANISHED = tl.constexpr(-17.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def reverse_kernel(
     grad_o, p_q, p_a, p_k, p_m, p_d, last, grad_v, states, first, cu, T, N, SEARCH, TOKENS,
     so_t, so_h, sl_v, sl_k,
@@ -51,7 +52,7 @@ def reverse_kernel(
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0)
     i_v = pid % NV
-    i_h = (pid // NV) % H
+    i_h = ((pid // NV) % H).to(tl.int64)
     i_s = pid // (NV * H)
     n, begin, end, start = locate(i_s, cu, T, N, SEARCH, UNIT, PACKED)
     if start >= end:
@@ -73,7 +74,7 @@ def reverse_kernel(
         b_s = tl.load(p_l, mask=m_v & m_c, other=0.0).to(tl.float32)
     i_d = first_unit(n, begin, T, C, PACKED) + (start - begin) // C
     i_b = first_unit(n, begin, T, B, PACKED) + (start - begin) // B
-    head = i_h.to(tl.int64) * TOKENS + start
+    head = i_h * TOKENS + start
     at = i[:, None] * K + o_c[None, :]
     count = tl.cdiv((stop - start).to(tl.int32), C)
     for step in tl.range(0, count, num_stages=STAGES):
@@ -112,7 +113,7 @@ def reverse_kernel(
             tl.store(p_f, b_s, mask=m_v & m_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def gradient_kernel(
     q, k, a, g, p_q, p_a, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g,
     cu, T, N, SEARCH, TOKENS,
@@ -124,7 +125,7 @@ def gradient_kernel(
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
     i_k = pid % NK
-    i_h = (pid // NK) % H
+    i_h = ((pid // NK) % H).to(tl.int64)
     i_b = pid // (NK * H)
     _, _, end, start = locate(i_b, cu, T, N, SEARCH, B, PACKED)
     if start >= end:
@@ -146,7 +147,7 @@ def gradient_kernel(
     g += start * sg_t + i_h * sg_h
     grad_o += start * so_t + i_h * so_h
     grad_v += (start * H + i_h) * V
-    head = i_h.to(tl.int64) * TOKENS + start
+    head = i_h * TOKENS + start
     residual += head * V
     p_q += head * K
     p_a += head * K

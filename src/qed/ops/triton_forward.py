@@ -20,6 +20,8 @@ from qed.ops.tiles import BLOCK, CHUNK, Plan, card, plan_for, segment_length
 
 C = tl.constexpr(CHUNK)
 B = tl.constexpr(BLOCK)
+# The number of documents and what follows from it: batches of one total length share every compiled kernel.
+UNSPECIALIZED = ("N", "SEARCH")
 # Base-2 exponents: a factor reaches at most 2**LIMIT; 2**-FLOOR is zero.
 LIMIT = tl.constexpr(80.0)
 FLOOR = tl.constexpr(160.0)
@@ -107,7 +109,7 @@ def level_pairs(i, LEVEL):
     return ((r >> LEVEL) & 1 == 1) & ((c >> LEVEL) == (r >> LEVEL) - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare_kernel(
     q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, T, N, SEARCH, TOKENS,
     sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h,
@@ -116,7 +118,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """One chunk of one head: decayed rows and columns, the chunk's inverse and everything it multiplies."""
     pid = tl.program_id(0)
-    i_h = pid % H
+    i_h = (pid % H).to(tl.int64)
     i_c = pid // H
     _, _, end, start = locate(i_c, cu, T, N, SEARCH, C, PACKED)
     if start >= end:
@@ -131,7 +133,7 @@ def prepare_kernel(
     p_k = k + start * sk_t + i_h * sk_h + r * sk_t + o_c[None, :]
     p_a = a + start * sa_t + i_h * sa_h + r * sa_t + o_c[None, :]
     p_g = g + start * sg_t + i_h * sg_h + r * sg_t + (o_c * sg_k)[None, :]
-    first = i_h.to(tl.int64) * TOKENS + start
+    first = i_h * TOKENS + start
 
     b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
     b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
@@ -183,7 +185,7 @@ def prepare_kernel(
         tl.store(o_t + first * C + r * C + c, inverse.to(DT), mask=m_t)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def walk_kernel(
     v, p_q, p_a, p_k, p_m, p_t, p_d, initial, o, states, residual, final, cu, T, N, SEARCH, TOKENS,
     sv_t, sv_h, si_v, si_k,
@@ -201,7 +203,7 @@ def walk_kernel(
     NR: tl.constexpr = NV + (K + BV - 1) // BV if PHASE == "first" else NV
     pid = tl.program_id(0)
     i_v = pid % NR
-    i_h = (pid // NR) % H
+    i_h = ((pid // NR) % H).to(tl.int64)
     i_s = pid // (NR * H)
     n, begin, end, start = locate(i_s, cu, T, N, SEARCH, UNIT, PACKED)
     if start >= end:
@@ -215,7 +217,7 @@ def walk_kernel(
     o_v = i_v * BV + tl.arange(0, BV)
     m_c = (o_c < K)[None, :]
     m_v = (o_v < V)[:, None]
-    head = i_h.to(tl.int64) * TOKENS + start
+    head = i_h * TOKENS + start
     if PHASE == "first":
         b_s = tl.where((o_v - NV * BV)[:, None] == o_c[None, :], 1.0, 0.0)
     else:
@@ -269,7 +271,7 @@ def walk_kernel(
             tl.store(p_f, b_s, mask=m_v & m_c)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def join_kernel(
     outer, moved, transition, inner, cu, T, N, TOKENS, so_v, so_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
@@ -282,7 +284,7 @@ def join_kernel(
     NR: tl.constexpr = (V + BR - 1) // BR
     pid = tl.program_id(0)
     i_r = pid % NR
-    i_h = (pid // NR) % H
+    i_h = ((pid // NR) % H).to(tl.int64)
     n = pid // (NR * H)
     if PACKED:
         begin = tl.load(cu + n).to(tl.int64)
