@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from qed import __version__
 
-USAGE_ERROR, INTERRUPTED = 2, 130
+FAILED, USAGE_ERROR, INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -87,9 +87,17 @@ def _reproduce(verbs: Any) -> None:
 def _train(verbs: Any) -> None:
     def run(options: argparse.Namespace) -> int:
         from qed.study.single import get_single, train_single
+        from qed.train import CheckpointError, NonFiniteError, TrainingInterrupted
 
         config = _overridden(get_single(options.preset, options.arm, options.seed), options.set)
-        return train_single(config, Path(options.data), Path(options.out), only_check=options.dry_run)
+        try:
+            return train_single(config, Path(options.data), Path(options.out), only_check=options.dry_run)
+        except TrainingInterrupted as stopped:
+            print(f"qed: {stopped}", file=sys.stderr)
+            return INTERRUPTED
+        except (CheckpointError, NonFiniteError) as error:
+            print(f"qed: {error}", file=sys.stderr)
+            return FAILED
 
     parser = _verb(verbs, "train", run, "Train one model on prepared token shards (see qed data prepare).")
     parser.add_argument("--preset", default="paper-340m", help="a whole frozen run (default: paper-340m; also tiny)")

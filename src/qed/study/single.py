@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from qed.config import nearest, to_dict
 from qed.data.shards import open_rows, read_manifest
 from qed.data.tokenizer import load_tokenizer
@@ -49,7 +47,8 @@ def paper_340m(arm: str, seed: int) -> SingleConfig:
             max_grad_norm=1.0,
             warmup_tokens=1_000_000_000,
             decay_start_tokens=13_500_000_000,
-            compile=torch.cuda.is_available(),
+            loss="liger",
+            compile=True,
             num_workers=2,
             seed=seed,
         ),
@@ -71,6 +70,7 @@ def tiny(arm: str, seed: int) -> SingleConfig:
             learning_rate=3e-3,
             warmup_tokens=4096,
             decay_start_tokens=49_152,
+            loss="logits",
             compile=False,
             num_workers=0,
         ),
