@@ -218,7 +218,7 @@ def _summarise(
     needle, own = needles[0], courses[0][layer].curves["kept"][head].cpu()
     shown = _points(needle.prompt_length - needle.end + 1)
     record = {
-        "quantity": "share of the needle's write that its key still reads",
+        "quantity": "share of the needle left under its key",
         "length": needle.example.length,
         "layer": layer,
         "head": head,
