@@ -15,7 +15,7 @@ from qed.config import from_dict, override, to_dict
 from qed.ops import ARMS
 from qed.records import read_json, read_rows
 from qed.study.presets import PRESETS, RunConfig, get_preset
-from qed.study.reproduce import locked, prepare, run_all
+from qed.study.reproduce import _start, as_interrupts, locked, prepare, run_all
 
 
 def small():
@@ -55,6 +55,7 @@ def test_laptop_preset_is_what_the_readme_says():
         (["reproduce", "--set", "train.learning_rat=1"], "'learning_rate'"),
         (["reproduce", "--set", "train.learning_rate=fast"], "must be float"),
         (["reproduce", "--data", "no/such/file.txt"], "no/such/file.txt"),
+        (["reproduce", "--jobs", "0"], "at least 1; got 0"),
         (["reproduc"], "'reproduce'"),
         (["report", "no/such/runs", "--out", "out"], "no/such/runs"),
     ],
@@ -132,3 +133,32 @@ def test_a_folder_of_another_config_is_refused(tmp_path):
 def test_two_processes_do_not_share_a_folder(tmp_path):
     with locked(tmp_path), pytest.raises(ValueError, match="another process"), locked(tmp_path):
         pass
+
+
+def test_a_run_that_outlives_its_study_keeps_the_folder(tmp_path):
+    with locked(tmp_path) as lock:
+        (tmp_path / "run").mkdir()
+        run = _start(tmp_path / "run", 1, lock)
+    with pytest.raises(ValueError, match="another process"), locked(tmp_path):
+        pass
+    run.kill()
+    run.wait()
+    with locked(tmp_path):
+        pass
+
+
+def test_other_signals_stop_a_study_as_ctrl_c_does():
+    def terminated():
+        with as_interrupts(signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    before = {signal.SIGHUP: signal.signal(signal.SIGHUP, signal.SIG_IGN)}
+    before[signal.SIGTERM] = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            terminated()
+        assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before[signal.SIGHUP])

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,14 +28,16 @@ def reproduce(study: StudyConfig, out: Path, *, jobs: int | None = None) -> int:
 
     A run that fails does not stop the others; the report then names the gap and the status is 1.
     """
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs must be at least 1; got {jobs}")
     if study.data is not None:
         find_files(study.data)
-    with locked(out):
+    with locked(out) as lock, as_interrupts(signal.SIGTERM, signal.SIGHUP):
         folders = prepare(study, out)
         done = [folder.name for folder in folders if is_done(folder)]
         if done:
             print(f"already done, skipped: {', '.join(done)}")
-        results = run_all(folders, jobs=jobs)
+        results = run_all(folders, jobs=jobs, lock=lock)
         failed = [folder for folder, result in results.items() if result != "done"]
         for folder in failed:
             failure = folder / "failure.json"
@@ -71,11 +74,12 @@ def prepare(study: StudyConfig, out: Path) -> dict[Path, RunConfig]:
     return folders
 
 
-def run_all(folders: dict[Path, RunConfig], *, jobs: int | None = None) -> dict[Path, str]:
+def run_all(folders: dict[Path, RunConfig], *, jobs: int | None = None, lock: int | None = None) -> dict[Path, str]:
     """Run what is not done; return the status of every folder: "done", "failed" or "stopped".
 
     ``jobs``: processes at a time; by default as many as there are CPU cores and runs. Every process gets an equal
     share of the cores. Ctrl-C reaches the processes too: each saves its state, and the next call goes on from there.
+    ``lock``: a descriptor from :func:`locked`, which the processes keep until they end.
     """
     waiting = [folder for folder in folders if not is_done(folder)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -88,7 +92,7 @@ def run_all(folders: dict[Path, RunConfig], *, jobs: int | None = None) -> dict[
         while waiting or running:
             while waiting and len(running) < jobs:
                 folder = waiting.pop(0)
-                running[folder] = _start(folder, threads)
+                running[folder] = _start(folder, threads, lock)
             time.sleep(POLL_SECONDS)
             bars.update(running)
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
@@ -117,15 +121,31 @@ def status(folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def locked(out: Path) -> Iterator[None]:
-    """Refuse (``ValueError``) to work in a folder that another process is working in."""
+def locked(out: Path) -> Iterator[int]:
+    """Refuse (``ValueError``) to work in a folder that another process is working in; gives the lock's descriptor.
+
+    A process that inherits the descriptor keeps the folder locked, so a run that outlives the study is not doubled.
+    """
     out.mkdir(parents=True, exist_ok=True)
     with open(out / ".lock", "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ValueError(f"another process is working in {out}; wait for it or choose another --out") from None
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def as_interrupts(*numbers: int) -> Iterator[None]:
+    """These signals do as Ctrl-C does: a study that is stopped stops its runs. Ignored ones (nohup) stay ignored."""
+    main = threading.current_thread() is threading.main_thread()
+    caught = [number for number in numbers if main and signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, signal.default_int_handler) for number in caught}
+    try:
         yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _print_accuracies(folders: list[Path]) -> None:
@@ -140,7 +160,7 @@ def _print_accuracies(folders: list[Path]) -> None:
         print(f"{name:<{width}}" + "".join(f"{cell:>18}" for cell in cells))
 
 
-def _start(folder: Path, threads: int) -> subprocess.Popen:
+def _start(folder: Path, threads: int, lock: int | None) -> subprocess.Popen:
     with open(folder / "log.txt", "ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "qed.study.worker", str(folder), "--threads", str(threads)],
@@ -149,6 +169,7 @@ def _start(folder: Path, threads: int) -> subprocess.Popen:
             stderr=subprocess.STDOUT,
             # Ctrl-C is passed on by hand, once: a second one would cut short the saving of a run's state.
             start_new_session=True,
+            pass_fds=[] if lock is None else [lock],
         )
 
 
