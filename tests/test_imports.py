@@ -28,8 +28,11 @@ def imported_rooms(path: Path) -> set[str]:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "qed" else [node.module]
+        elif isinstance(node, ast.ImportFrom):
+            above = ("qed", *path.relative_to(SOURCE).parts[:-1])
+            base = ".".join([*above[: len(above) + 1 - node.level], *filter(None, [node.module])])
+            module = base if node.level else str(node.module)
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "qed" else [module]
         rooms |= {name.split(".")[1] for name in names if name.startswith("qed.")}
     return rooms
 
@@ -39,6 +42,10 @@ def test_a_room_imports_only_what_lies_below_it(room):
     for path in (SOURCE / room).rglob("*.py"):
         extra = imported_rooms(path) - ALLOWED[room] - {room}
         assert not extra, f"{path.relative_to(SOURCE)} imports {sorted(extra)}"
+
+
+def test_relative_imports_are_seen():
+    assert {"config", "data", "model", "records", "statistics"} <= imported_rooms(SOURCE / "evals" / "niah.py")
 
 
 def test_operators_import_without_the_model_stack_or_triton():
