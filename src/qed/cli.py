@@ -75,8 +75,8 @@ def _reproduce(verbs: Any) -> None:
         "Train and evaluate the arms of a preset, then write the report.",
         "examples:\n  qed reproduce --preset laptop\n  qed reproduce --arms gdn2 qed qed-rand --seeds 0 1 2",
     )
-    parser.add_argument("--preset", default="laptop", help="a whole frozen study (default: laptop)")
-    parser.add_argument("--arms", nargs="+", metavar="ARM", help="instead of the preset's")
+    parser.add_argument("--preset", default="laptop", help="laptop (default) or smoke (seconds, learns nothing)")
+    parser.add_argument("--arms", nargs="+", metavar="ARM", help="instead of the preset's; a wrong name lists all")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="instead of the preset's")
     parser.add_argument("--data", metavar="PATH", help="your own prose: .txt, .jsonl, .parquet, or a folder of them")
     parser.add_argument("--out", metavar="DIR", help="folder of the runs (default: runs/PRESET)")
@@ -100,9 +100,9 @@ def _train(verbs: Any) -> None:
             return FAILED
 
     parser = _verb(verbs, "train", run, "Train one model on prepared token shards (see qed data prepare).")
-    parser.add_argument("--preset", default="paper-340m", help="a whole frozen run (default: paper-340m; also tiny)")
-    parser.add_argument("--arm", default="qed")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--preset", default="paper-340m", help="paper-340m (default) or tiny (seconds, to try things)")
+    parser.add_argument("--arm", default="qed", help="gdn2, qed (default), ...; a wrong name lists all")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and row order (default: 0)")
     parser.add_argument("--data", required=True, metavar="DIR", help="folder that qed data prepare wrote")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of this run")
     parser.add_argument(
@@ -120,7 +120,7 @@ def _eval(verbs: Any) -> None:
         part.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="run folder or Hugging Face checkpoint")
         part.add_argument("--out", metavar="DIR", help="where results go (default: beside each checkpoint)")
         part.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-        part.add_argument("--dtype", help="float32, bfloat16, ... (default: the checkpoint's)")
+        part.add_argument("--dtype", help="float32, bfloat16 or float64 (default: bfloat16 on CUDA)")
         for adder in adders:
             adder(part)
 
@@ -168,7 +168,7 @@ def _add_loss_data(parser: Any) -> None:
 
 def _evaluate(name: str, options: argparse.Namespace) -> int:
     from qed.evals import commands
-    from qed.evals.niah import NiahConfig
+    from qed.evals.config import NiahConfig
     from qed.evals.recall import RecallConfig
 
     given = vars(options)
@@ -234,7 +234,7 @@ def _probe(verbs: Any) -> None:
     parser.add_argument("--text-field", default="text", help="field that holds the text (default: text)")
     parser.add_argument("--out", metavar="DIR", help="where results go (default: beside each checkpoint)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1 (default: cuda where there is one)")
-    parser.add_argument("--dtype", help="float32, bfloat16, ... (default: the checkpoint's)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float64 (default: bfloat16 on CUDA)")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a window (default: 2048)")
     parser.add_argument("--num-tokens", type=int, metavar="N", help="tokens in all (default: 16384)")
     parser.add_argument("--needle-length", type=int, metavar="N", help="of the needle examples (default: 1024)")

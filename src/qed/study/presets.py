@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from qed.config import nearest
 from qed.data.corpus import DocumentConfig
 from qed.data.tokenizer import TokenizerConfig
-from qed.evals.niah import NiahConfig
+from qed.evals.config import NiahConfig
 from qed.ops import get_arm
-from qed.train import TrainConfig
+from qed.train.config import TrainConfig
 
 
 @dataclass(frozen=True)

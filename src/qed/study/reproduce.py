@@ -16,7 +16,6 @@ from pathlib import Path
 from qed.config import to_dict
 from qed.data.sources import find_files
 from qed.records import read_json, write_json
-from qed.report import report
 from qed.study.presets import RunConfig, StudyConfig
 from qed.study.progress import Bars
 
@@ -45,6 +44,9 @@ def reproduce(study: StudyConfig, out: Path, *, jobs: int | None = None) -> int:
             print(f"{folder.name} {results[folder]}: {reason} (see {folder / 'log.txt'})", file=sys.stderr)
         if len(failed) == len(folders):
             return 1
+        # Drawing libraries take seconds to load: a wrong argument is answered before, and the runs start before.
+        from qed.report import report
+
         page = report(folders, out / "report", title=study.title, label=study.label)
     _print_accuracies([folder for folder in folders if folder not in failed])
     print(f"\nreport:  {page}\nnumbers: {page.with_name('report.json')}\nruns:    {out}")
