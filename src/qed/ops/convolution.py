@@ -61,12 +61,13 @@ def short_convolution(
 
     wide = torch.promote_types(x.dtype, torch.float32)
     before = F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state.to(x.dtype), x], 1)
-    full, columns = before.to(wide), weight.to(wide).unbind(1)
+    # Columns in memory of their own: along strided ones the loops over channels are not vectorised.
+    full, columns = before.to(wide), weight.to(wide).t().contiguous().unbind(0)
     num_tokens = x.shape[1]
     out = full[:, width - 1 :] * columns[-1]
     for lag in range(1, width):
         term = full[:, width - 1 - lag : width - 1 - lag + num_tokens] * columns[-1 - lag]
         if positions is not None:
             term = term.masked_fill((positions < lag)[:, None], 0)
-        out = out + term
+        out += term
     return F.silu(out).to(x.dtype)
