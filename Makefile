@@ -18,8 +18,7 @@ lint: .venv/ready
 	$(BIN)/mypy
 
 # The model's tests again on the oldest Transformers that pyproject.toml admits, laid over the same environment.
-test-oldest: .venv/ready
-	test -d .venv/oldest || $(BIN)/pip install -q --no-deps --target .venv/oldest $(OLDEST)
+test-oldest: .venv/oldest/ready
 	OMP_NUM_THREADS=1 PYTHONPATH=.venv/oldest $(BIN)/python -m pytest -n 2 tests/model
 
 bench: .venv/ready
@@ -28,6 +27,11 @@ bench: .venv/ready
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/oldest/ready: .venv/ready
+	rm -rf .venv/oldest
+	$(BIN)/pip install -q --no-deps --no-compile --target .venv/oldest $(OLDEST)
 	touch $@
 
 clean:
