@@ -247,20 +247,27 @@ def _probe(verbs: Any) -> None:
 
 def _report(verbs: Any) -> None:
     def run(options: argparse.Namespace) -> None:
+        from qed.records import write_text
         from qed.report import find_runs, report
 
+        out = Path(options.out)
+        as_file = out.suffix == ".html"
         page = report(
             find_runs(options.runs),
-            options.out,
+            out.with_suffix("") if as_file else out,
             title=options.title,
             label=options.label,
             benchmarks=options.benchmarks,
         )
-        print(page)
+        if as_file:
+            write_text(out, page.read_text(encoding="utf-8"))
+        print(out if as_file else page)
 
     parser = _verb(verbs, "report", run, "One self-contained page from run folders, with its figures and tables.")
     parser.add_argument("runs", nargs="+", metavar="RUNS", help="run folders, or folders that hold them")
-    parser.add_argument("--out", required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", required=True, metavar="DIR", help="folder of page, figures and tables; PAGE.html puts the page there"
+    )
     parser.add_argument("--title", default="Query-aware linear attention")
     parser.add_argument("--label", default="", help="stands beside the title, such as 'laptop scale'")
     parser.add_argument("--benchmarks", nargs="*", default=[], metavar="FILE", help="result files of qed bench")

@@ -162,3 +162,10 @@ def test_other_signals_stop_a_study_as_ctrl_c_does():
         assert signal.getsignal(signal.SIGTERM) is before[signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before[signal.SIGHUP])
+
+
+@pytest.mark.slow
+def test_report_to_a_file_is_the_page_alone(finished, tmp_path, capsys):
+    assert main(["report", str(finished), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text() == (tmp_path / "page" / "index.html").read_text()
