@@ -12,10 +12,14 @@ import pytest
 
 from qed.cli import main
 from qed.config import from_dict, override, to_dict
+from qed.data.needle import NeedleTask
+from qed.data.prose import load_prose
+from qed.data.tokenizer import TokenizerConfig
 from qed.ops import ARMS
 from qed.records import read_json, read_rows
 from qed.study.presets import PRESETS, RunConfig, get_preset
 from qed.study.reproduce import _start, as_interrupts, locked, prepare, run_all
+from qed.study.runs import make_tokenizer
 
 
 def small():
@@ -45,6 +49,17 @@ def test_laptop_preset_is_what_the_readme_says():
     assert study.niah.num_examples >= 200
     assert study.niah.split == "eval"
     assert study.niah.max_new_tokens == 16
+
+
+def test_laptop_preset_asks_nothing_that_its_trials_looked_at():
+    niah = get_preset("laptop").niah
+    tokenizer = make_tokenizer(TokenizerConfig(vocab_size=2048), load_prose()[:20])
+    for length in niah.lengths:
+        task = niah.needle("niah_single_1", length)
+        asked, seen = (NeedleTask(task, tokenizer, seed) for seed in (niah.seed, 1))
+        values = {asked[i].value for i in range(niah.num_examples)}
+        assert len(values) == niah.num_examples
+        assert not values & {seen[i].value for i in range(100)}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,10 @@ from qed.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The fields of ``QEDConfig`` that a study chooses; the tokenizer decides the vocabulary, the run the arm."""
+    """The fields of ``QEDConfig`` that a study chooses; the tokenizer decides the vocabulary, the run the arm.
+
+    ``backend``: the operator's form; ``None`` chooses by device.
+    """
 
     hidden_size: int = 1024
     num_hidden_layers: int = 24
@@ -24,6 +27,7 @@ class ModelSize:
     intermediate_size: int = 2496
     dt_range: tuple[float, ...] = (0.001, 0.1)
     lambda_max: float = 0.25
+    backend: str | None = None
 
 
 @dataclass(frozen=True)
@@ -138,7 +142,7 @@ def laptop() -> StudyConfig:
             tensorboard=False,
         ),
         niah=NiahConfig(
-            lengths=(256, 512, 1024, 2048, 4096), num_examples=200, max_new_tokens=16, fill="unit", split="eval", seed=1
+            lengths=(256, 512, 1024, 2048, 4096), num_examples=200, max_new_tokens=16, fill="unit", split="eval", seed=2
         ),
     )
 
