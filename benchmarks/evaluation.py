@@ -1,8 +1,10 @@
-"""Speed and memory of the needle evaluation, and of Transformers' ``generate`` called as lm-eval calls it.
+"""Speed and memory of the needle evaluation, with lm-eval on slices of the same work in the same process.
 
     python benchmarks/evaluation.py --out benchmarks/results/evaluation.json
 
-The model is randomly initialised, so accuracies mean nothing here. Every length runs under one number of rows.
+The model is randomly initialised (by default the paper's 340M size), so accuracies mean nothing here. The whole command
+is timed as a user meets it: measuring the model's calls and the device, compiling kernels, making the prompts, answers,
+scores and files. Results are written as they come.
 """
 
 from __future__ import annotations
@@ -10,17 +12,23 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qed.data.corpus import needle_texts
-from qed.data.tokenizer import train_tokenizer
-from qed.evals.decode import cut, evaluating, stop_tokens
+from qed.data.prose import load_prose
+from qed.data.tokenizer import TokenizerConfig, load_tokenizer, train_tokenizer
+from qed.evals.decode import evaluating, forward
 from qed.evals.engine import Engine
 from qed.evals.niah import NiahConfig, evaluate, needle_tasks
 from qed.model import QEDConfig, QEDForCausalLM
 from qed.records import provenance, write_json
+
+# Length, examples and lm-eval's batch size of each comparison.
+SLICES = ("1024:64:64", "8192:32:32", "32768:16:16", "4096:4:1")
 
 
 def main() -> None:
@@ -32,17 +40,20 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument(
-        "--slice-length", type=int, default=4096, help="of the comparison with generate; 0 leaves it out"
-    )
-    parser.add_argument("--slice-examples", type=int, default=32)
+    parser.add_argument("--tokenizer", help="folder, hub name or 'mistral-v1'; without it one is trained on the spot")
+    parser.add_argument("--slices", nargs="*", default=SLICES, help="LENGTH:EXAMPLES:BATCH, the batch size lm-eval's")
     parser.add_argument("--chunk-tokens", type=int, default=512)
     parser.add_argument("--rows", type=int)
+    parser.add_argument("--profile", action="store_true", help="kernels of one chunk's forward pass")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = train_tokenizer(needle_texts(500, seed=0))
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    if options.tokenizer:
+        tokenizer = load_tokenizer(options.tokenizer)
+    else:
+        tokenizer = train_tokenizer([*load_prose(), *needle_texts(500, seed=0)], TokenizerConfig(vocab_size=32000))
     torch.manual_seed(0)
     config = QEDConfig(
         num_hidden_layers=options.layers,
@@ -51,91 +62,134 @@ def main() -> None:
         head_dim=options.head_dim,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = QEDForCausalLM(config).to(device, torch.bfloat16 if device == "cuda" else torch.float32).eval()
-    with evaluating(model):
-        engine = Engine(
-            model, tokenizer, rows=options.rows, chunk_tokens=options.chunk_tokens, length=max(options.lengths)
-        )
-    result = {
+    model = QEDForCausalLM(config).to(device, dtype).eval()
+    result: dict[str, Any] = {
         "num_parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": f"{dtype} weights, no autocast; decay, theta and states in float32".removeprefix("torch."),
+        "tokenizer": {"name": options.tokenizer or "trained on the embedded prose", "num_tokens": len(tokenizer)},
+        "provenance": provenance(seed=0, device=device),
+    }
+    niah = NiahConfig(
+        lengths=tuple(options.lengths),
+        num_examples=options.examples,
+        max_new_tokens=options.new_tokens,
+        rows=options.rows,
+        chunk_tokens=options.chunk_tokens,
+    )
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        record = evaluate(model, tokenizer, niah, folder)
+    result["needle"] = {
+        "wall_s": time.perf_counter() - started,
         "num_examples": options.examples,
         "num_new_tokens": options.new_tokens,
-        "engine": engine.describe(),
-        "provenance": provenance(seed=0, device=device),
-        "lengths": [],
+        "num_tokens": sum(row["num_tokens"] for row in record["timings"]),
+        "engine": record["engine"],
+        "lengths": record["timings"],
     }
-    started = time.perf_counter()
-    for length in options.lengths:
-        niah = NiahConfig(
-            lengths=(length,),
-            num_examples=options.examples,
-            max_new_tokens=options.new_tokens,
-            rows=engine.rows,
-            chunk_tokens=options.chunk_tokens,
-        )
-        if device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-        before = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            record = evaluate(model, tokenizer, niah, folder)
-        row = {"length": length, "wall_s": time.perf_counter() - before, "evaluate_s": record["seconds"]}
-        row["num_tokens"] = round(record["scores"][0]["num_tokens"]["mean"] * options.examples)
-        row["peak_bytes"] = torch.cuda.max_memory_allocated() if device == "cuda" else None
-        result["lengths"].append(row)
-        print(row, flush=True)
-        result["total_wall_s"] = time.perf_counter() - started
-        write_json(options.out, result)
-    if options.slice_length:
-        result["generate"] = compare_with_generate(model, tokenizer, engine, options)
-        print(result["generate"], flush=True)
+    if device == "cuda":
+        peaks = [row["peak_bytes"] for row in record["timings"]]
+        result["needle"]["last_peak_over_first"] = peaks[-1] / peaks[0]
+    print(result["needle"], flush=True)
     write_json(options.out, result)
+    with evaluating(model):
+        engine = Engine(
+            model,
+            tokenizer,
+            rows=record["engine"]["rows"],
+            chunk_tokens=options.chunk_tokens,
+            length=max(options.lengths),
+        )
+    if options.profile and device == "cuda":
+        result["profile"] = profile(model, engine)
+        write_json(options.out, result)
+    result["lm_eval"] = []
+    for given in options.slices:
+        length, num_examples, batch_size = map(int, given.split(":"))
+        try:
+            row = compare(model, tokenizer, engine, length, num_examples, batch_size, options.new_tokens)
+        except (ImportError, torch.OutOfMemoryError) as error:
+            row = {"length": length, "num_examples": num_examples, "batch_size": batch_size, "problem": str(error)}
+        result["lm_eval"].append(row)
+        print(row, flush=True)
+        write_json(options.out, result)
 
 
-def compare_with_generate(model: QEDForCausalLM, tokenizer, engine: Engine, options: argparse.Namespace) -> dict:
-    """The same prompts through our engine and through ``generate``: left padding, a mask, greedy, full batches."""
-    niah = NiahConfig(lengths=(options.slice_length,), max_new_tokens=options.new_tokens)
-    task = needle_tasks(niah, tokenizer)["niah_single_1", options.slice_length]
-    prompts = [task[i].prompt_ids for i in range(options.slice_examples)]
-    longest, device = max(map(len, prompts)), next(model.parameters()).device
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=device)
-    stop_ids = stop_tokens(model, tokenizer)
+def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Wall time of ``run`` to the end of its work, and what it returned."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    before = time.perf_counter()
+    value = run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - before, value
 
-    def ours() -> list[list[int]]:
+
+@torch.inference_mode()
+def profile(model: Any, engine: Engine) -> dict[str, Any]:
+    """One chunk read with a cache: its time, its rate and the kernels that the time is spent in."""
+    device = next(model.parameters()).device
+    ids = torch.zeros(engine.rows, engine.chunk_tokens, dtype=torch.long, device=device)
+    _, cache = forward(model, engine.calls, ids, None)
+    forward(model, engine.calls, ids, cache)
+    chunk_s, _ = seconds(lambda: forward(model, engine.calls, ids, cache), device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        seconds(lambda: forward(model, engine.calls, ids, cache), device)
+    kernels = sorted(trace.key_averages(), key=lambda event: -event.self_device_time_total)[:30]
+    return {
+        "num_tokens": ids.numel(),
+        "chunk_s": chunk_s,
+        "tokens_per_s": ids.numel() / chunk_s,
+        "kernels": [
+            {"name": event.key[:100], "calls": event.count, "ms": round(event.self_device_time_total / 1e3, 3)}
+            for event in kernels
+        ],
+    }
+
+
+def compare(
+    model: Any, tokenizer: Any, engine: Engine, length: int, num_examples: int, batch_size: int, num_new_tokens: int
+) -> dict[str, Any]:
+    """The same prompts through our engine and lm-eval's model class on the same model in memory, both warm."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    niah = NiahConfig(lengths=(length,), max_new_tokens=num_new_tokens)
+    task = needle_tasks(niah, tokenizer)["niah_single_1", length]
+    examples = [task[i] for i in range(num_examples)]
+    prompts, device = [example.prompt_ids for example in examples], next(model.parameters()).device
+    harness = HFLM(
+        pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=length + 64 + num_new_tokens
+    )
+
+    def ours() -> list[str]:
         found = {}
-        for batch, generated in engine.generate(prompts, options.new_tokens):
-            found.update(zip(batch, generated, strict=True))
+        for batch, generated in engine.generate(prompts, num_new_tokens):
+            found.update(zip(batch, tokenizer.batch_decode(generated, skip_special_tokens=True), strict=True))
         return [found[i] for i in range(len(prompts))]
 
-    def generate() -> list[list[int]]:
-        with torch.inference_mode():
-            out = model.generate(
-                input_ids=ids,
-                attention_mask=mask,
-                max_new_tokens=options.new_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        return cut(out[:, longest:], stop_ids)
+    def theirs(count: int, num_tokens: int) -> list[str]:
+        settings = {"until": [], "max_gen_toks": num_tokens, "do_sample": False}
+        requests = [
+            Instance(request_type="generate_until", doc={}, arguments=(example.prompt, settings), idx=0)
+            for example in examples[:count]
+        ]
+        return harness.generate_until(requests, disable_tqdm=True)
 
-    times, answers = {}, {}
-    for name, run in (("ours", ours), ("generate", generate)):
-        run()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        before = time.perf_counter()
-        answers[name] = run()
-        times[name] = time.perf_counter() - before
-    same = sum(a == b for a, b in zip(answers["ours"], answers["generate"], strict=True))
+    ours()
+    theirs(batch_size, 2)
+    ours_s, our_answers = seconds(ours, device)
+    theirs_s, their_answers = seconds(lambda: theirs(num_examples, num_new_tokens), device)
     return {
-        "length": options.slice_length,
-        "num_examples": len(prompts),
-        "ours_s": times["ours"],
-        "generate_s": times["generate"],
-        "ratio": times["generate"] / times["ours"],
-        "num_equal_answers": same,
+        "length": length,
+        "num_examples": num_examples,
+        "batch_size": batch_size,
+        "same_prompt_ids": [harness.tok_encode(example.prompt) for example in examples] == prompts,
+        "ours_s": ours_s,
+        "lm_eval_s": theirs_s,
+        "ratio": theirs_s / ours_s,
+        "num_equal_answers": sum(a == b for a, b in zip(our_answers, their_answers, strict=True)),
     }
 
 

@@ -5,7 +5,7 @@ from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from qed.evals import engine
-from qed.evals.decode import Calls, batches, cut, greedy, measure_calls, stop_tokens
+from qed.evals.decode import Calls, batches, cut, forward, greedy, measure_calls, stop_tokens
 
 NO_STOP = frozenset()
 
@@ -148,3 +148,35 @@ def test_a_batch_that_does_not_fit_is_halved(llama, tokenizer, monkeypatch):
     monkeypatch.setattr(engine, "greedy", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError()))
     with pytest.raises(torch.OutOfMemoryError):
         list(runner.generate(prompts, 4))
+
+
+class Reusing:
+    """A decoder that keeps one cache for all batches, as the captured one does."""
+
+    def __init__(self):
+        self.cache, self.starts = None, 0
+
+    def start(self, rows):
+        if self.cache is not None:
+            self.starts += 1
+            self.cache.reset()
+        return self.cache
+
+    def __call__(self, model, calls, cache, rows):
+        assert self.cache is None or cache is self.cache
+        self.cache = cache
+
+        def step(tokens):
+            return forward(model, calls, tokens, cache)[0]
+
+        return step
+
+
+def test_an_emptied_cache_is_a_new_one(qed_model):
+    calls, decoder = measure_calls(qed_model), Reusing()
+    for seed, lengths in enumerate([[30, 30, 30], [41, 36, 40], [12, 11, 9]]):
+        prompts = prompts_of(lengths, 400, seed)
+        settings = {"max_new_tokens": 6, "stop_ids": NO_STOP, "chunk_tokens": 16}
+        plain = greedy(qed_model, calls, prompts, **settings)
+        assert greedy(qed_model, calls, prompts, decoder=decoder, **settings) == plain
+    assert decoder.starts == 2

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from qed.evals.niah import NiahConfig, evaluate
+from qed.evals.niah import NiahConfig, evaluate, one_ahead
 from qed.records import read_json, read_rows
 
 CONFIG = NiahConfig(
@@ -106,6 +106,9 @@ def test_done_is_not_done_again_and_more_is_added(tokenizer, tmp_path):
     more = NiahConfig(**{**CONFIG.__dict__, "lengths": (256, 320, 384), "rows": 2})
     record = evaluate(model, tokenizer, more, tmp_path, progress=False)
     assert [score["num_examples"] for score in record["scores"]] == [5, 5, 5]
+    # What was done before took no time now.
+    assert [row["num_examples"] for row in record["timings"]] == [0, 0, 5]
+    assert record["timings"][2]["num_tokens"] == sum(row["num_tokens"] for row in read_rows(tmp_path / "niah.jsonl")[10:])
     assert len(read_rows(tmp_path / "niah.jsonl")) == 15
 
 
@@ -152,3 +155,20 @@ def test_rows_are_plain_json(tokenizer, tmp_path):
     evaluate(Copier(tokenizer), tokenizer, CONFIG, tmp_path, progress=False)
     for line in (tmp_path / "niah.jsonl").read_text().splitlines():
         assert {"task", "length", "index", "num_tokens", "answer", "prediction", "correct"} <= set(json.loads(line))
+
+
+def test_one_ahead_keeps_order_and_errors():
+    made = []
+
+    def make(item):
+        made.append(item)
+        return 6 // item
+
+    pairs = one_ahead(make, [3, 2, 1, 0])
+    assert next(pairs) == 2
+    assert made[0] == 3
+    assert [next(pairs), next(pairs)] == [3, 6]
+    with pytest.raises(ZeroDivisionError):
+        next(pairs)
+    assert made == [3, 2, 1, 0]
+    assert list(one_ahead(make, [])) == []

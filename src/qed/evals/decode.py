@@ -10,8 +10,9 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -37,8 +38,14 @@ class Calls:
     padding: bool
 
 
-# From a model, a filled cache and its number of rows to a function from tokens [rows, 1] to logits.
-Decoder = Callable[[nn.Module, Calls, Any, int], Step]
+class Decoder(Protocol):
+    """Makes the steps after the prompts."""
+
+    def start(self, rows: int) -> Any:
+        """A cache as empty as a new one for ``rows`` prompts, or ``None`` if the model is to make one."""
+
+    def __call__(self, model: nn.Module, calls: Calls, cache: Any, rows: int) -> Step:
+        """From a filled cache to a function from tokens ``[rows, 1]`` to logits ``[rows, vocabulary]``."""
 
 
 @torch.inference_mode()
@@ -131,7 +138,10 @@ def greedy(
         raise ValueError(f"this model's padding is not known to be neutral; got prompts of {shortest} and {longest}")
     device = next(model.parameters()).device
     # Left padding, whose value the mask makes irrelevant. Prompts stay on the host: a chunk at a time is enough.
-    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+    padded = np.zeros((len(prompts), longest), np.int64)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[longest - len(prompt) :] = prompt
+    ids = torch.from_numpy(padded)
     if calls.cache is None:
         return _without_cache(model, calls, ids.to(device), max_new_tokens, stop_ids)
 
@@ -140,7 +150,7 @@ def greedy(
         raise ValueError(f"padding of {longest - shortest} tokens does not end within one chunk of {chunk}")
     padding = longest - torch.tensor(lengths)
     mask = (torch.arange(min(chunk, longest)) >= padding[:, None]).long().to(device) if longest > shortest else None
-    cache = None
+    cache = decoder.start(len(prompts)) if decoder else None
     for start in range(0, longest, chunk):
         part = ids[:, start : start + chunk].to(device)
         logits, cache = forward(model, calls, part, cache, mask if start == 0 else None)

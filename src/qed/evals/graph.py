@@ -17,19 +17,24 @@ WARM_UP_STEPS = 3
 class GraphDecoder:
     """Turns a filled cache into a function from tokens ``[rows, 1]`` to logits ``[rows, vocabulary]``.
 
-    A graph is captured once for a number of rows; for another batch of as many, the states are copied into it. The
-    logits are overwritten by the next step. ``num_captures`` counts the graphs made.
+    A graph is captured once for a number of rows; another batch of as many reads its prompts into the same states, so
+    that a second copy of them is never held. The logits are overwritten by the next step. ``num_captures`` counts the
+    graphs made.
     """
 
     def __init__(self) -> None:
         self.num_captures = 0
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor, Any]] = {}
 
+    def start(self, rows: int) -> Any:
+        if rows not in self._captured:
+            return None
+        cache = self._captured[rows][3]
+        cache.reset()
+        return cache
+
     def __call__(self, model: nn.Module, calls: Calls, cache: Any, rows: int) -> Step:
-        if rows in self._captured:
-            for held, new in zip(states(self._captured[rows][3]), states(cache), strict=True):
-                held.copy_(new)
-        else:
+        if rows not in self._captured:
             while len(self._captured) >= MOST_GRAPHS:
                 self._captured.pop(next(iter(self._captured)))
             self._captured[rows] = self._capture(model, calls, cache, rows)

@@ -7,10 +7,12 @@ ones. ``niah.jsonl`` grows by one row an example; ``niah.json`` is written last 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -29,6 +31,9 @@ KEY = ("task", "length", "index")
 SPEED = ("rows", "chunk_tokens")
 # Settings that decide an example's outcome; the others decide which examples there are.
 LASTING = ("max_new_tokens", "seed", "fill", "split", "longest_word", "essay")
+
+Item = TypeVar("Item")
+Made = TypeVar("Made")
 
 
 def needle_tasks(config: NiahConfig, tokenizer: Any) -> dict[tuple[str, int], NeedleTask]:
@@ -61,15 +66,35 @@ def evaluate(
     if done is not None:
         return done
     outcomes = Outcomes(folder / "niah.jsonl", run=run, key=KEY)
+    device = next(model.parameters()).device
+    timings = []
+    missing = [
+        (source, [i for i in range(config.num_examples) if (*key, i) not in outcomes]) for key, source in tasks.items()
+    ]
     started = time.perf_counter()
     with evaluating(model):
         engine = Engine(
             model, tokenizer, rows=config.rows, chunk_tokens=config.chunk_tokens, length=max(config.lengths)
         )
         with Progress(config, outcomes, progress) as bar:
-            for (task, length), examples in tasks.items():
-                missing = [i for i in range(config.num_examples) if (task, length, i) not in outcomes]
-                answers(engine, tokenizer, config.max_new_tokens, [examples[i] for i in missing], outcomes, bar)
+            before = time.perf_counter()
+            made = one_ahead(lambda group: [group[0][i] for i in group[1]], missing)
+            for (task, length), examples in zip(tasks, made, strict=True):
+                if device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(device)
+                answers(engine, tokenizer, config.max_new_tokens, examples, outcomes, bar)
+                now = time.perf_counter()
+                timings.append(
+                    {
+                        "task": task,
+                        "length": length,
+                        "num_examples": len(examples),
+                        "num_tokens": sum(example.num_tokens for example in examples),
+                        "seconds": round(now - before, 3),
+                        "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+                    }
+                )
+                before = now
     order = [(task, length, i) for task, length in tasks for i in range(config.num_examples)]
     rows_in_order = outcomes.finish(order)
     record = {
@@ -80,11 +105,26 @@ def evaluate(
         "scores": summarise(rows_in_order),
         "usable_context": usable(rows_in_order, seed=config.seed),
         "engine": engine.describe(),
+        # Of the examples that this process answered; a finished evaluation that was resumed holds its last part.
+        "timings": timings,
         "seconds": round(time.perf_counter() - started, 3),
-        "provenance": provenance(seed=config.seed, device=str(next(model.parameters()).device)),
+        "provenance": provenance(seed=config.seed, device=str(device)),
     }
     write_json(folder / "niah.json", record)
     return record
+
+
+def one_ahead(function: Callable[[Item], Made], items: Iterable[Item]) -> Iterator[Made]:
+    """``function`` of each item, in order; the next one is made in the background while this one is used."""
+    waiting: Future[Made] | None = None
+    with ThreadPoolExecutor(1) as pool:
+        for item in items:
+            following = pool.submit(function, item)
+            if waiting is not None:
+                yield waiting.result()
+            waiting = following
+        if waiting is not None:
+            yield waiting.result()
 
 
 def answers(

@@ -21,7 +21,7 @@ from ..model.load import fingerprint
 from ..records import provenance, write_json
 from .decode import evaluating
 from .engine import Engine
-from .niah import LASTING, SPEED, NiahConfig, Progress, answers, needle_tasks, summarise
+from .niah import LASTING, SPEED, NiahConfig, Progress, answers, needle_tasks, one_ahead, summarise
 from .outcomes import Outcomes, finished, run_name
 
 KEY = ("task", "length", "index", "strength")
@@ -103,11 +103,13 @@ def evaluate(
                     at_strength = Engine(
                         model, tokenizer, rows=engine.rows, chunk_tokens=niah.chunk_tokens, length=max(niah.lengths)
                     )
-                    for (task, length), source in tasks.items():
-                        missing = [i for i in range(niah.num_examples) if (task, length, i, strength) not in outcomes]
-                        chosen = [source[i] for i in missing]
+                    missing = [
+                        (source, [i for i in range(niah.num_examples) if (*key, i, strength) not in outcomes])
+                        for key, source in tasks.items()
+                    ]
+                    for examples in one_ahead(lambda group: [group[0][i] for i in group[1]], missing):
                         answers(
-                            at_strength, tokenizer, niah.max_new_tokens, chosen, outcomes, bar, {"strength": strength}
+                            at_strength, tokenizer, niah.max_new_tokens, examples, outcomes, bar, {"strength": strength}
                         )
     order = [
         (task, length, i, strength)

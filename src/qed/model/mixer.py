@@ -31,6 +31,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype:
+            # One pass over memory: PyTorch computes it in float32 too and rounds once.
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         return F.rms_norm(wide, self.weight.shape, self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
@@ -233,7 +236,7 @@ class QEDMixer(nn.Module):
         size = self.config.conv_size - 1
         if conv_state is None:
             conv_state = qkv.new_zeros(qkv.shape[0], size, qkv.shape[2])
-        full = torch.cat([conv_state.to(qkv.dtype), qkv], 1)
+        full = torch.cat([conv_state.to(qkv.dtype), qkv if padding is not None else qkv[:, -size:]], 1)
         if padding is None:
             last = full[:, -size:]
         else:
