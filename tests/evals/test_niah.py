@@ -108,7 +108,9 @@ def test_done_is_not_done_again_and_more_is_added(tokenizer, tmp_path):
     assert [score["num_examples"] for score in record["scores"]] == [5, 5, 5]
     # What was done before took no time now.
     assert [row["num_examples"] for row in record["timings"]] == [0, 0, 5]
-    assert record["timings"][2]["num_tokens"] == sum(row["num_tokens"] for row in read_rows(tmp_path / "niah.jsonl")[10:])
+    assert record["timings"][2]["num_tokens"] == sum(
+        row["num_tokens"] for row in read_rows(tmp_path / "niah.jsonl")[10:]
+    )
     assert len(read_rows(tmp_path / "niah.jsonl")) == 15
 
 
