@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qed.ops import short_convolution
+from qed.ops import convolution, short_convolution
 
 
 def make(B=2, T=9, C=3, width=4, dtype=torch.float64):
@@ -43,11 +43,22 @@ def test_packed_documents_do_not_see_each_other():
     assert torch.equal(packed, alone)
 
 
-def test_gradients():
-    leaves = [x.requires_grad_() for x in make(B=1, T=5, C=2)]
+@pytest.mark.parametrize("slab", [convolution.SLAB, 20])
+def test_gradients(slab, monkeypatch):
+    monkeypatch.setattr(convolution, "SLAB", slab)
+    leaves = [x.requires_grad_() for x in make(B=3, T=5, C=2)]
     assert torch.autograd.gradcheck(lambda x, w, s: short_convolution(x, w, state=s), leaves)
+    assert torch.autograd.gradcheck(short_convolution, leaves[:2])
+    assert torch.autograd.gradcheck(lambda x, w: short_convolution(x[:, :2], w), leaves[:2])
     positions = torch.tensor([0, 1, 0, 1, 2])
     assert torch.autograd.gradcheck(lambda x, w: short_convolution(x, w, positions=positions), leaves[:2])
+
+
+def test_a_second_derivative_is_refused():
+    x, weight, _ = (y.requires_grad_() for y in make())
+    (gradient,) = torch.autograd.grad(short_convolution(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
 
 
 def test_kernels_match_float64_under_the_interpreter():

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qed.ops.inputs import choose_backend
 
 # The fused kernel's width; narrower weights are padded to it.
 FUSED_WIDTH = 4
+# Elements worked on together on a CPU.
+SLAB = 1 << 17
 
 
 def short_convolution(
@@ -23,6 +29,7 @@ def short_convolution(
     """Causal depthwise convolution, then SiLU; sums in float32 or wider, returns x's dtype.
 
     Every output is the same sum of W products whatever T is, so a step of one token repeats the bits of a long pass.
+    Differentiable once.
 
     Args:
         x: ``[B, T, C]``.
@@ -59,15 +66,69 @@ def short_convolution(
         weight = F.pad(weight, (FUSED_WIDTH - width, 0)) if width < FUSED_WIDTH else weight
         return short_convolution_op(x, weight, positions, 0 if state is None else FUSED_WIDTH - 1)
 
-    wide = torch.promote_types(x.dtype, torch.float32)
-    before = F.pad(x, (0, 0, width - 1, 0)) if state is None else torch.cat([state.to(x.dtype), x], 1)
-    # Columns in memory of their own: along strided ones the loops over channels are not vectorised.
-    full, columns = before.to(wide), weight.to(wide).t().contiguous().unbind(0)
-    num_tokens = x.shape[1]
-    out = full[:, width - 1 :] * columns[-1]
-    for lag in range(1, width):
-        term = full[:, width - 1 - lag : width - 1 - lag + num_tokens] * columns[-1 - lag]
-        if positions is not None:
-            term = term.masked_fill((positions < lag)[:, None], 0)
-        out += term
-    return F.silu(out).to(x.dtype)
+    full = x if state is None else torch.cat([state.to(x.dtype), x], 1)
+    return _Convolution.apply(full, weight, positions, 0 if state is None else width - 1)
+
+
+class _Convolution(torch.autograd.Function):
+    """``full`` begins with ``start`` tokens that have no output. Differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, full, weight, positions, start):  # type: ignore[no-untyped-def,override]
+        wide = torch.promote_types(full.dtype, torch.float32)
+        columns = _by_lag(weight, wide)
+        out = full.new_empty(full.shape[0], full.shape[1] - start, full.shape[2], dtype=wide)
+        for full_s, out_s in _slabs(full, out):
+            full_s = full_s.to(wide)
+            for lag, tokens, before in _lags(len(columns), full.shape[1], start):
+                if lag:
+                    out_s[:, tokens] += _own(full_s[:, before] * columns[lag], positions, lag, tokens)
+                else:
+                    torch.mul(full_s[:, before], columns[lag], out=out_s)
+        ctx.start = start
+        ctx.save_for_backward(full, weight, positions, out)
+        return F.silu(out).to(full.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_silu):  # type: ignore[no-untyped-def,override]
+        full, weight, positions, out = ctx.saved_tensors
+        columns = _by_lag(weight, out.dtype)
+        d_out = torch.ops.aten.silu_backward(d_silu.to(out.dtype), out)
+        d_full = torch.zeros_like(full, dtype=out.dtype)
+        sums = d_out.new_zeros(len(columns), _num_rows(full), *d_out.shape[1:])
+        for full_s, d_out_s, d_full_s in _slabs(full, d_out, d_full):
+            full_s = full_s.to(out.dtype)
+            for lag, tokens, before in _lags(len(columns), full.shape[1], ctx.start):
+                d_term = _own(d_out_s[:, tokens], positions, lag, tokens)
+                d_full_s[:, before].addcmul_(d_term, columns[lag])
+                sums[lag, : len(full_s), tokens].addcmul_(d_term, full_s[:, before])
+        d_weight = sums.sum((1, 2)).flip(0).t()
+        return d_full.to(full.dtype), d_weight.to(weight.dtype), None, None
+
+
+def _by_lag(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[W, C]``, in memory of its own: along strided columns the loops over channels are not vectorised."""
+    return weight.to(dtype).flip(1).t().contiguous()
+
+
+def _num_rows(full: Tensor) -> int:
+    """Rows of the batch worked on together: few enough for a CPU's cache, all on a GPU."""
+    rows, num_tokens, channels = full.shape
+    return rows if full.device.type != "cpu" else min(rows, max(1, SLAB // (num_tokens * channels)))
+
+
+def _slabs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(x.split(_num_rows(tensors[0])) for x in tensors), strict=True)
+
+
+def _lags(width: int, num_full: int, start: int) -> Iterator[tuple[int, slice, slice]]:
+    """Each lag with the outputs it reaches and the tokens of ``full`` that it reaches them from."""
+    for lag in range(min(width, num_full)):
+        first = max(0, lag - start)
+        yield lag, slice(first, None), slice(start + first - lag, num_full - lag)
+
+
+def _own(x: Tensor, positions: Tensor | None, lag: int, tokens: slice) -> Tensor:
+    """``x`` without what a lag brings from another document."""
+    return x if positions is None or lag == 0 else x.masked_fill((positions[tokens] < lag)[:, None], 0)
