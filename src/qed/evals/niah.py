@@ -24,7 +24,7 @@ from ..records import provenance, write_json
 from .config import NiahConfig
 from .decode import evaluating
 from .engine import Engine
-from .outcomes import Outcomes, finished, run_name
+from .outcomes import Outcomes, finished, run_name, scores
 
 KEY = ("task", "length", "index")
 # Settings of speed: they change no outcome, so rows survive a change of them.
@@ -102,7 +102,7 @@ def evaluate(
         "run": run,
         "config": settings,
         "identity": identity,
-        "scores": summarise(rows_in_order),
+        "scores": scores(rows_in_order, ("task", "length")),
         "usable_context": usable(rows_in_order, seed=config.seed),
         "engine": engine.describe(),
         # Of the examples that this process answered; a finished evaluation that was resumed holds its last part.
@@ -159,30 +159,6 @@ def answers(
             )
         outcomes.append(finished_rows)
         bar.update(finished_rows)
-
-
-def summarise(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Counts, 95 % intervals and achieved lengths for each task and length that was run, and for no other."""
-    groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault((row["task"], row["length"]), []).append(row)
-    result = []
-    for (task, length), group in groups.items():
-        num_correct = sum(row["correct"] for row in group)
-        achieved = [row["num_tokens"] for row in group]
-        result.append(
-            {
-                "task": task,
-                "length": length,
-                "num_examples": len(group),
-                "num_correct": num_correct,
-                "accuracy": num_correct / len(group),
-                "wilson": list(statistics.wilson(num_correct, len(group))),
-                "exact": list(statistics.clopper_pearson(num_correct, len(group))),
-                "num_tokens": {"min": min(achieved), "mean": sum(achieved) / len(achieved), "max": max(achieved)},
-            }
-        )
-    return result
 
 
 def usable(rows: Sequence[dict[str, Any]], *, seed: int) -> list[dict[str, Any]]:

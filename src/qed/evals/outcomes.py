@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .. import statistics
 from ..records import read_json, read_rows, write_rows
 
 
@@ -55,6 +56,28 @@ class Outcomes:
         chosen = {self.identity(row) for row in wanted}
         write_rows(self.path, wanted + [row for key, row in self.rows.items() if key not in chosen])
         return wanted
+
+
+def scores(rows: Iterable[dict[str, Any]], columns: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Counts, 95 % intervals and achieved lengths of ``rows``, grouped by ``columns`` in order of first appearance."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    result = []
+    for key, group in groups.items():
+        num_correct, achieved = sum(row["correct"] for row in group), [row["num_tokens"] for row in group]
+        result.append(
+            {
+                **dict(zip(columns, key, strict=True)),
+                "num_examples": len(group),
+                "num_correct": num_correct,
+                "accuracy": num_correct / len(group),
+                "wilson": list(statistics.wilson(num_correct, len(group))),
+                "exact": list(statistics.clopper_pearson(num_correct, len(group))),
+                "num_tokens": {"min": min(achieved), "mean": sum(achieved) / len(achieved), "max": max(achieved)},
+            }
+        )
+    return result
 
 
 def run_name(**parts: Any) -> str:

@@ -15,6 +15,7 @@ import importlib
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,12 @@ from typing import Any, Literal
 from torch import nn
 from tqdm.auto import tqdm
 
-from .. import statistics
 from ..config import nearest, to_dict
 from ..model.load import fingerprint
 from ..records import provenance, write_json
 from .decode import evaluating
 from .engine import Engine
-from .outcomes import Outcomes, finished, run_name
+from .outcomes import Outcomes, finished, run_name, scores
 
 TASKS = ("fda", "swde", "squad_completion")
 PROTOCOLS = ("whole", "window")
@@ -287,26 +287,13 @@ def _outcome(key: tuple[str, str, int], row: Row, ids: list[int], generated: lis
 
 
 def summarise(rows: Sequence[Row], num_rows: dict[str, int]) -> list[Row]:
-    """Counts and intervals for each task and protocol that was run, with the rows that a protocol dropped."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row["task"], row["protocol"]), []).append(row)
-    result = []
-    for (task, protocol), group in groups.items():
-        num_correct = sum(row["correct"] for row in group)
-        achieved = [row["num_tokens"] for row in group]
-        result.append(
-            {
-                "task": task,
-                "protocol": protocol,
-                "num_rows": num_rows[task],
-                "num_examples": len(group),
-                "num_correct": num_correct,
-                "accuracy": num_correct / len(group),
-                "wilson": list(statistics.wilson(num_correct, len(group))),
-                "exact": list(statistics.clopper_pearson(num_correct, len(group))),
-                "num_answer_in_prompt": sum(row["answer_in_prompt"] for row in group),
-                "num_tokens": {"min": min(achieved), "mean": sum(achieved) / len(achieved), "max": max(achieved)},
-            }
-        )
-    return result
+    """Scores of each task and protocol that was run, with the rows that a protocol dropped and the answers it cut."""
+    uncut = Counter((row["task"], row["protocol"]) for row in rows if row["answer_in_prompt"])
+    return [
+        {
+            **score,
+            "num_rows": num_rows[score["task"]],
+            "num_answer_in_prompt": uncut[score["task"], score["protocol"]],
+        }
+        for score in scores(rows, ("task", "protocol"))
+    ]

@@ -21,8 +21,8 @@ from ..model.load import fingerprint
 from ..records import provenance, write_json
 from .decode import evaluating
 from .engine import Engine
-from .niah import LASTING, SPEED, NiahConfig, Progress, answers, needle_tasks, one_ahead, summarise
-from .outcomes import Outcomes, finished, run_name
+from .niah import LASTING, SPEED, NiahConfig, Progress, answers, needle_tasks, one_ahead
+from .outcomes import Outcomes, finished, run_name, scores
 
 KEY = ("task", "length", "index", "strength")
 STRENGTHS = (-1.0, 0.0, 0.5, 1.0, 1.5, 2.0)
@@ -123,11 +123,10 @@ def evaluate(
         "run": run,
         "config": settings,
         "identity": identity,
-        "scores": [
-            {"strength": strength, **score}
-            for strength in config.strengths
-            for score in summarise([row for row in finished_rows if row["strength"] == strength])
-        ],
+        "scores": scores(
+            sorted(finished_rows, key=lambda row: config.strengths.index(row["strength"])),
+            ("strength", "task", "length"),
+        ),
         "comparisons": compare_strengths(finished_rows),
         "engine": engine.describe(),
         "seconds": round(time.perf_counter() - started, 3),
