@@ -239,7 +239,9 @@ def _recall_part(config: RecallConfig, data: str | None) -> Part:
     if data is None:
         examples, source = recall_evaluation.read_harness(config.tasks), "lm-eval"
     else:
-        examples, source = recall_evaluation.read_local(data, config.tasks), "local files"
+        examples = recall_evaluation.read_local(data, config.tasks)
+        named = sorted({str(row["source"]) for rows in examples.values() for row in rows if row.get("source")})
+        source = ": ".join(["local files", *named])
 
     def run(model: Any, tokenizer: Any, folder: Path, progress: bool) -> dict[str, Any]:
         return recall_evaluation.evaluate(model, tokenizer, examples, config, folder, source=source, progress=progress)
