@@ -11,14 +11,25 @@ from tqdm import tqdm
 
 
 class Bars:
-    """Progress of several run folders: training steps first, then evaluated examples."""
+    """Progress of several run folders: training steps first, then evaluated examples; and how many runs still wait."""
 
     def __init__(self, num_steps: int, num_examples: int) -> None:
         self._num_steps, self._num_examples = num_steps, num_examples
-        self._bars: dict[Path, tuple[str, tqdm]] = {}
+        self._bars: dict[Path, tqdm] = {}
+        self._phases: dict[Path, str] = {}
+        self._waiting: tqdm | None = None
         self._seconds = 0.5 if sys.stderr.isatty() else 30.0
 
-    def update(self, folders: Iterable[Path]) -> None:
+    def update(self, folders: Iterable[Path], *, num_waiting: int = 0) -> None:
+        """``folders``: those that run now."""
+        if num_waiting and self._waiting is None:
+            self._waiting = tqdm(bar_format="{desc}", leave=False, mininterval=self._seconds)
+        if self._waiting is not None:
+            self._waiting.set_description_str(f"{num_waiting} more to run", refresh=False)
+            self._waiting.update()
+            if not num_waiting:
+                self._waiting.close()
+                self._waiting = None
         for folder in folders:
             if (folder / "train.json").exists():
                 phase, done = "evaluate", _count_lines(folder / "niah.jsonl")
@@ -30,27 +41,27 @@ class Bars:
     def close(self, folders: Iterable[Path]) -> None:
         for folder in folders:
             if folder in self._bars:
-                self._bars.pop(folder)[1].close()
+                self._bars.pop(folder).close()
+
+    def end(self) -> None:
+        """Leave no line behind."""
+        self.close(list(self._bars))
+        if self._waiting is not None:
+            self._waiting.close()
 
     def _bar(self, folder: Path, phase: str, done: int) -> tqdm:
-        shown, bar = self._bars.get(folder, ("", None))
-        if bar is None or shown != phase:
-            position = None
-            if bar is not None:
-                position = abs(bar.pos)
-                bar.close()
-            total, unit = (self._num_steps, "step") if phase == "train" else (self._num_examples, "example")
-            bar = tqdm(
-                total=total,
-                initial=done,
-                unit=unit,
-                desc=f"{folder.name} {phase}",
-                position=position,
-                mininterval=self._seconds,
-                leave=False,
-                dynamic_ncols=True,
-            )
-            self._bars[folder] = phase, bar
+        if folder not in self._bars:
+            self._bars[folder] = tqdm(mininterval=self._seconds, leave=False, dynamic_ncols=True)
+            self._phases[folder] = ""
+        bar = self._bars[folder]
+        if self._phases[folder] != phase:
+            self._phases[folder] = phase
+            total, bar.unit = (self._num_steps, "step") if phase == "train" else (self._num_examples, "example")
+            bar.set_description_str(f"{folder.name} {phase}", refresh=False)
+            bar.initial = 0
+            bar.reset(total)
+            # What an earlier process did is shown as done, and does not count in the rate.
+            bar.initial = bar.n = bar.last_print_n = done
         return bar
 
 

@@ -96,7 +96,7 @@ def run_all(folders: dict[Path, RunConfig], *, jobs: int | None = None, lock: in
                 folder = waiting.pop(0)
                 running[folder] = _start(folder, threads, lock)
             time.sleep(POLL_SECONDS)
-            bars.update(running)
+            bars.update(running, num_waiting=len(waiting))
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
                 del running[folder]
                 bars.close([folder])
@@ -111,7 +111,7 @@ def run_all(folders: dict[Path, RunConfig], *, jobs: int | None = None, lock: in
         for process in running.values():
             if process.poll() is None:
                 process.terminate()
-        bars.close(list(running))
+        bars.end()
     return {folder: status(folder) for folder in folders}
 
 
