@@ -105,6 +105,20 @@ def test_line_by_line_equals_the_search(tokenizer, fill, monkeypatch):
     assert [slow[index] for index in range(15)] == [quick[index] for index in range(15)]
 
 
+@pytest.mark.parametrize("name", ["niah_single_2", "niah_single_3"])
+@pytest.mark.parametrize(("fill", "length"), [("unit", 700), ("ruler", 2500)])
+def test_word_by_word_equals_the_search(tokenizer, name, fill, length, monkeypatch):
+    config = NeedleConfig(task=name, length=length, fill=fill, essay="embedded")
+    task = NeedleTask(config, tokenizer, 5)
+    assert task._essay is not None
+    fast = [task[i] for i in range(30)]
+    places = [0.0 < example.depth < 1.0 for example in fast]
+    assert any(places)
+    monkeypatch.setattr(needle._EssayPieces, "find", classmethod(lambda cls, task: None))
+    slow = NeedleTask(config, tokenizer, 5)
+    assert [slow[i] for i in range(30)] == fast
+
+
 def test_unit_fill_is_full_and_never_over(tokenizer):
     unit = len(tokenizer(f"{NOISE}\n", add_special_tokens=False)["input_ids"])
     task = NeedleTask(SHORT, tokenizer, 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -143,16 +144,22 @@ class NeedleTask:
         self._bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
         self._vocabulary = load_vocabulary(config.split, longest_word=config.longest_word)
         self._words = () if config.task == "niah_single_1" else _essay_words(config.essay)
+        self._split = lru_cache(64)(self._split)  # type: ignore[method-assign]
         self._limit = config.length - config.num_answer_tokens
         self._refuse_impossible()
         self._pieces = _Pieces.find(self) if config.task == "niah_single_1" else None
+        self._essay = _EssayPieces.find(self) if self._words else None
         self._tokens_alone = self._count_alone() if self._pieces is None else np.zeros(0)
 
     def __getitem__(self, index: int) -> NeedleExample:
         config, kind = self.config, self.config.value_kind
         generator = seeded("needle", config.task, config.length, config.split, self.seed, index)
         key, value, place = self._vocabulary.key(generator), self._vocabulary.value(generator, kind), generator.random()
-        if self._pieces is None:
+        composed = self._essay.compose_fill(key, value, place) if self._essay else None
+        if composed is not None:
+            num_units, ids = composed
+            context, depth = self._context(num_units, key, value, place)
+        elif self._pieces is None:
             num_units = self._largest_fill(key, value, place)
             context, depth = self._context(num_units, key, value, place)
             ids = self.encode(self._prompt(context, key))
@@ -191,11 +198,17 @@ class NeedleTask:
         if self.config.task == "niah_single_1":
             before = int(place * num_units)
             return "\n".join([NOISE] * before + [needle] + [NOISE] * (num_units - before)), before / num_units
-        sentences = _sentences(" ".join(self._words[:num_units]))
-        percent = round(100 * int(place * 40) / 39)
-        before = int(len(sentences) * percent / 100)
+        sentences, before = self._split(num_units), self._before(num_units, place)
         # an empty side leaves a space at the border, as RULER's join does
         return " ".join([" ".join(sentences[:before]), needle, " ".join(sentences[before:])]), before / len(sentences)
+
+    def _split(self, num_units: int) -> list[str]:
+        return _sentences(" ".join(self._words[:num_units]))
+
+    def _before(self, num_units: int, place: float) -> int:
+        """Sentences of an essay of ``num_units`` words that stand before the needle."""
+        percent = round(100 * int(place * 40) / 39)
+        return int(len(self._split(num_units)) * percent / 100)
 
     def _counted(self, num_units: int, key: str, value: str, place: float) -> int:
         """Tokens of the example as the fill rule counts them (see ``NeedleConfig.fill``)."""
@@ -295,6 +308,80 @@ class _Pieces:
 
     def _line(self, text: str) -> list[int]:
         """Ids of ``text`` where it stands at the start of a line."""
+        return self._task.encode(self._anchor + text)[len(self._anchor_ids) :]
+
+
+class _EssayPieces:
+    """The essay tasks by words: where a tokenizer never merges across the spaces between words, their ids add up.
+
+    All examples share the essay's beginning, so that beginning is tokenised once instead of a few times an example.
+    """
+
+    def __init__(self, task: NeedleTask) -> None:
+        self._task, self._kind = task, task.config.value_kind
+        self._anchor = "There and back again."
+        self._anchor_ids = task.encode(self._anchor)
+        # no word has less than one token
+        words = task._words[: task.config.length]
+        self._head = task.encode(f"{introduction(self._kind)}\n{words[0]}")
+        distinct = list(dict.fromkeys(words[1:]))
+        texts = [f"{self._anchor} {word}" for word in distinct]
+        encoded = task._tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        skip = len(self._anchor_ids) - len(task._bos)
+        ids = {word: full[skip:] for word, full in zip(distinct, encoded, strict=True)}
+        # of the words after the first: all ids, and how many belong to the first 1, 2, 3, ... words of the essay
+        self._rest = [token for word in words[1:] for token in ids[word]]
+        self._ends = np.cumsum([0, *(len(ids[word]) for word in words[1:])])
+
+    @classmethod
+    def find(cls, task: NeedleTask) -> _EssayPieces | None:
+        """The words, or ``None`` if this tokenizer merges across their spaces, so that they do not add up."""
+        pieces = cls(task)
+        num_words = len(pieces._ends)
+        text = f"{introduction(pieces._kind)}\n{' '.join(task._words[:num_words])}"
+        if task.encode(text) != pieces._head + pieces._rest:
+            return None
+        for probe in range(3):
+            generator = seeded("pieces", probe)
+            key, value = task._vocabulary.key(generator), task._vocabulary.value(generator, pieces._kind)
+            few, place = min(num_words, 200), (probe + 1) / 4
+            context, _ = task._context(few, key, value, place)
+            if pieces._compose(few, key, value, place) != task.encode(task._prompt(context, key)):
+                return None
+        return pieces
+
+    def compose_fill(self, key: str, value: str, place: float) -> tuple[int, list[int]] | None:
+        """Words of essay by the fill rule and the prompt's ids; ``None`` where the needle is first or last, or nothing
+        fits: there spaces stand at a line's ends."""
+        task, step = self._task, self._task.config.step
+        asked = question(key, self._kind)
+        counted = f"{asked} {answer_prefix(key, self._kind)}" if task.config.fill == "unit" else asked + value
+        fixed = len(self._head) + len(self._needle(key, value)) + len(self._after(f"\n{counted}"))
+        fit = int(np.searchsorted(self._ends, task._limit - fixed, side="right"))
+        num_words = fit if fit == len(task._words) else fit // step * step
+        ids = self._compose(num_words, key, value, place) if num_words else None
+        return None if ids is None else (num_words, ids)
+
+    def _compose(self, num_words: int, key: str, value: str, place: float) -> list[int] | None:
+        sentences, before = self._task._split(num_words), self._task._before(num_words, place)
+        if not 0 < before < len(sentences):
+            return None
+        middle = self._ends[sum(len(sentence.split()) for sentence in sentences[:before]) - 1]
+        last = self._after(f"\n{question(key, self._kind)} {answer_prefix(key, self._kind)}")
+        rest = self._rest
+        return [
+            *self._head,
+            *rest[:middle],
+            *self._needle(key, value),
+            *rest[middle : self._ends[num_words - 1]],
+            *last,
+        ]
+
+    def _needle(self, key: str, value: str) -> list[int]:
+        return self._after(f" {needle_sentence(key, value, self._kind)}")
+
+    def _after(self, text: str) -> list[int]:
+        """Ids of ``text`` where it follows a word."""
         return self._task.encode(self._anchor + text)[len(self._anchor_ids) :]
 
 
