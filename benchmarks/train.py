@@ -1,18 +1,20 @@
 """Throughput of training the 340M model through ``qed.train``: one configuration a process, results as they come.
 
     python benchmarks/train.py                        # every part, at most 230 s
-    python benchmarks/train.py --parts qed fla --seconds 500
+    python benchmarks/train.py --parts qed fla --seconds 600 --part-seconds 400     # fla tunes itself for minutes
     python benchmarks/train.py --smoke                # a tiny model on the CPU, to see that it runs
 
 Each part trains on random tokens (16 rows of 2048 a GPU and step) and is one row of the result file: tokens a second
 after the tenth step (median of five-step windows), MFU, peak memory, and the seconds from the start of the process to
 the end of the fifth step. The first part starts from empty compiler caches, the others find what it left; the peer uses
-the machine's own cache. liger-kernel and fla are used when they can be imported; a part that lacks one says so.
+the machine's own cache. liger-kernel and flash-linear-attention are used when they can be imported; a part that lacks
+one says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=230.0, help="for all parts together")
     parser.add_argument("--part-seconds", type=float, default=90.0, help="for one part at most")
     parser.add_argument("--out", type=Path, default=HERE.parent / "results" / "train.json")
+    parser.add_argument("--caches", type=Path, help="keep the compilers' caches in this folder (default: a new one)")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -70,13 +73,14 @@ def main() -> None:
         "parts": [],
     }
     with tempfile.TemporaryDirectory() as scratch:
-        for index, name in enumerate(arguments.parts):
+        caches = arguments.caches or Path(scratch) / "caches"
+        for name in arguments.parts:
             options = DEFAULTS | PARTS[name] | {"smoke": arguments.smoke}
             if arguments.smoke:
                 options |= {"compile": False, "loss": "logits"}
             left = min(arguments.part_seconds, deadline - time.monotonic())
-            row = {"part": name, **options, "caches": "empty" if index == 0 else "kept"}
-            row |= measure(options, Path(scratch), name, left)
+            row = {"part": name, **options, "caches": "kept" if caches.exists() else "empty"}
+            row |= measure(options, Path(scratch), caches.resolve(), name, left)
             result["parts"].append(row)
             add_ratios(result["parts"])
             write_json(arguments.out, result)
@@ -84,7 +88,7 @@ def main() -> None:
     print(f"results: {arguments.out}")
 
 
-def measure(options: dict[str, Any], scratch: Path, name: str, seconds: float) -> dict[str, Any]:
+def measure(options: dict[str, Any], scratch: Path, caches: Path, name: str, seconds: float) -> dict[str, Any]:
     """Run one part in a process of its own; whatever it had measured counts, even when it is cut short."""
     import torch
 
@@ -106,8 +110,8 @@ def measure(options: dict[str, Any], scratch: Path, name: str, seconds: float) -
     environment = dict(os.environ)
     if options["mixer"] == "qed":
         environment |= {
-            "TRITON_CACHE_DIR": str(scratch / "triton"),
-            "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         }
     launcher = [sys.executable]
     if options["num_processes"] > 1:
@@ -125,7 +129,13 @@ def measure(options: dict[str, Any], scratch: Path, name: str, seconds: float) -
         try:
             code: int | None = process.wait(timeout=seconds)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            if options["num_processes"] > 1:
+                # The launcher's processes have sessions of their own: it must end them itself.
+                process.terminate()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=40)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = None
     row: dict[str, Any] = {"status": "done" if code == 0 else "timeout" if code is None else f"failed ({code})"}

@@ -34,6 +34,7 @@ from qed.train.checks import check_identity, check_row, check_weights, make_iden
 from qed.train.config import TrainConfig
 from qed.train.loss import liger_cross_entropy, target_cross_entropy, use_linear_cross_entropy
 from qed.train.measure import peak_bytes, strengths
+from qed.train.start import compile_kernels, lean_backward
 from qed.train.trainer import RunTrainer
 
 RECORD, ROWS, FINAL, RESUME = "train.json", "train.jsonl", "checkpoint", "resume"
@@ -102,6 +103,8 @@ def train(
     accumulation = config.accumulation_steps(args.world_size)
     args.gradient_accumulation_steps = accumulation
     writer = args.process_index == 0
+    packed = "cu_seqlens" in dataset[0]
+    threads = [] if packed else compile_kernels(model, config, args.device, bf16=args.bf16)
     prepare_model(model, config)
     trainer = RunTrainer(
         model,
@@ -123,10 +126,12 @@ def train(
         rows = read_rows(folder / ROWS) if (folder / ROWS).exists() else []
         write_rows(folder / ROWS, [row for row in rows if row["step"] <= trainer.first_step])
     try:
-        with stop_on_signals(trainer):
+        with stop_on_signals(trainer), lean_backward():
             trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     finally:
         model.config.use_cache = use_cache
+        for thread in threads:
+            thread.join()
     if trainer.state.global_step < config.num_steps:
         raise TrainingInterrupted(trainer.state.global_step, folder)
 
