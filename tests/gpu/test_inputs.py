@@ -165,3 +165,6 @@ def test_convolution_repeats_the_bits_of_a_long_pass():
     whole, padded = short_convolution(x, weight), F.pad(x, (0, 0, 3, 0))
     steps = [short_convolution(x[:, t : t + 1], weight, state=padded[:, t : t + 3]) for t in range(130)]
     assert torch.equal(torch.cat(steps, 1), whole)
+    with torch.no_grad():
+        two = [short_convolution(x[:, :50], weight), short_convolution(x[:, 50:], weight, state=x[:, 47:50])]
+    assert torch.equal(torch.cat(two, 1), whole)

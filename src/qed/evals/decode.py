@@ -137,13 +137,8 @@ def greedy(
     if longest != shortest and not calls.padding:
         raise ValueError(f"this model's padding is not known to be neutral; got prompts of {shortest} and {longest}")
     device = next(model.parameters()).device
-    # Left padding, whose value the mask makes irrelevant. Prompts stay on the host: a chunk at a time is enough.
-    padded = np.zeros((len(prompts), longest), np.int64)
-    for row, prompt in zip(padded, prompts, strict=True):
-        row[longest - len(prompt) :] = prompt
-    ids = torch.from_numpy(padded)
     if calls.cache is None:
-        return _without_cache(model, calls, ids.to(device), max_new_tokens, stop_ids)
+        return _without_cache(model, calls, _columns(prompts, longest, 0, longest).to(device), max_new_tokens, stop_ids)
 
     chunk = chunk_tokens if calls.chunks else longest
     if longest - shortest >= chunk:
@@ -152,7 +147,7 @@ def greedy(
     mask = (torch.arange(min(chunk, longest)) >= padding[:, None]).long().to(device) if longest > shortest else None
     cache = decoder.start(len(prompts)) if decoder else None
     for start in range(0, longest, chunk):
-        part = ids[:, start : start + chunk].to(device)
+        part = _columns(prompts, longest, start, min(start + chunk, longest)).to(device)
         logits, cache = forward(model, calls, part, cache, mask if start == 0 else None)
     step = (decoder or _one_by_one)(model, calls, cache, len(prompts))
 
@@ -165,6 +160,15 @@ def greedy(
             break
         logits = step(tokens[:, None])
     return cut(generated[:, : position + 1], stop_ids)
+
+
+def _columns(prompts: Sequence[Sequence[int]], longest: int, start: int, end: int) -> Tensor:
+    """Columns ``start`` to ``end`` of the prompts, padded on the left to ``longest`` with ids that the mask hides."""
+    columns = np.zeros((len(prompts), end - start), np.int64)
+    for row, prompt in zip(columns, prompts, strict=True):
+        shift = longest - len(prompt)
+        row[max(0, shift - start) :] = prompt[max(0, start - shift) : max(0, end - shift)]
+    return torch.from_numpy(columns)
 
 
 def _one_by_one(model: nn.Module, calls: Calls, cache: Any, rows: int) -> Step:

@@ -15,7 +15,8 @@ from .memory import choose_rows
 
 class Engine:
     """``rows``: prompts in one batch, ``None`` measures what fits the device at prompts of ``length`` tokens;
-    ``chunk_tokens``: tokens of each prompt in one forward pass.
+    ``chunk_tokens``: tokens of each prompt in one forward pass of ``rows`` prompts; fewer prompts are read in as many
+    times longer chunks, so that the device stays as full.
 
     Make it where the model's settings are those to evaluate: a captured decoding step keeps them.
     """
@@ -44,7 +45,7 @@ class Engine:
                     [prompts[i] for i in batch],
                     max_new_tokens=max_new_tokens,
                     stop_ids=self.stop_ids,
-                    chunk_tokens=self.chunk_tokens,
+                    chunk_tokens=self.chunk_tokens * max(1, self.rows // len(batch)),
                     decoder=self.decoder,
                 )
             except torch.OutOfMemoryError:

@@ -60,11 +60,17 @@ def short_convolution(
             raise ValueError(f"backend 'triton' takes widths up to {FUSED_WIDTH}; got {width}")
         from qed.ops.fused import short_convolution_op
 
-        if state is not None:
-            state = F.pad(state, (0, 0, FUSED_WIDTH - width, 0)) if width < FUSED_WIDTH else state
-            x = torch.cat([state.to(x.dtype), x], 1)
+        skip = FUSED_WIDTH - 1
         weight = F.pad(weight, (FUSED_WIDTH - width, 0)) if width < FUSED_WIDTH else weight
-        return short_convolution_op(x, weight, positions, 0 if state is None else FUSED_WIDTH - 1)
+        if state is None:
+            return short_convolution_op(x, weight, positions, 0)
+        state = F.pad(state, (0, 0, FUSED_WIDTH - width, 0)) if width < FUSED_WIDTH else state
+        if torch.is_grad_enabled() or x.shape[1] <= skip:
+            return short_convolution_op(torch.cat([state.to(x.dtype), x], 1), weight, None, skip)
+        # Only the first outputs see the state: x need not be copied behind it.
+        out = short_convolution_op(x, weight, None, 0)
+        out[:, :skip] = short_convolution_op(torch.cat([state.to(x.dtype), x[:, :skip]], 1), weight, None, skip)
+        return out
 
     full = x if state is None else torch.cat([state.to(x.dtype), x], 1)
     return _Convolution.apply(full, weight, positions, 0 if state is None else width - 1)
