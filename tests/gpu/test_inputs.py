@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from qed.ops import ARMS, recurrence_inputs, short_convolution
+from qed.ops import ARMS, gated_norm, recurrence_inputs, short_convolution, silu_product
 from qed.ops.fused import recurrence_inputs_op, short_convolution_op
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -168,3 +168,19 @@ def test_convolution_repeats_the_bits_of_a_long_pass():
     with torch.no_grad():
         two = [short_convolution(x[:, :50], weight), short_convolution(x[:, 50:], weight, state=x[:, 47:50])]
     assert torch.equal(torch.cat(two, 1), whole)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_gates_match_float64(dtype):
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, gate = (3 * torch.randn(5, 130, 6, 128, generator=generator, device="cuda") for _ in range(2))
+    x, gate, weight = x.to(dtype), gate.to(dtype), torch.rand(128, generator=generator, device="cuda").to(dtype)
+    with torch.no_grad():
+        assert (
+            error(gated_norm(x.double(), gate.double(), weight.double(), 1e-6), gated_norm(x, gate, weight, 1e-6))
+            < LIMITS[dtype]
+        )
+        assert error(silu_product(gate.double(), x.double()), silu_product(gate, x)) < LIMITS[dtype]
+    # With gradients PyTorch's own steps take over.
+    gated_norm(x, gate, weight.requires_grad_(), 1e-6).sum().backward()
+    assert weight.grad.isfinite().all()

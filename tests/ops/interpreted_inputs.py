@@ -8,13 +8,23 @@ import sys
 
 import torch
 
-from qed.ops import ARMS, decode_inputs_step_, decode_step_, recurrence_inputs, short_convolution
+from qed.ops import (
+    ARMS,
+    decode_inputs_step_,
+    decode_step_,
+    gated_norm,
+    recurrence_inputs,
+    short_convolution,
+    silu_product,
+)
 from qed.ops.fused import (
     decode_in_place_op,
     decode_inputs_in_place_op,
     decode_op,
+    gated_norm_op,
     recurrence_inputs_op,
     short_convolution_op,
+    silu_product_op,
 )
 from qed.ops.reference import recurrence
 
@@ -124,6 +134,28 @@ def convolution_rows():
     return rows
 
 
+def gates_rows():
+    rows = []
+    for shape in ((2, 5, 3, 16), (1, 1, 2, 48), (3, 70, 2, 128)):
+        generator = torch.Generator().manual_seed(0)
+        x, gate = (3 * torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(2))
+        weight = torch.randn(shape[-1], generator=generator, dtype=torch.float64)
+        narrow = [y.float() for y in (x, gate, weight)]
+        # A row of zeros stays zeros, and a gate far out closes or opens.
+        x[0, 0], narrow[0][0, 0] = 0, 0
+        gate[0, 0, 0, :2] = narrow[1][0, 0, 0, :2] = torch.tensor([-1e3, 1e3])
+        errors = {
+            "norm": error(gated_norm(x, gate, weight, 1e-6), gated_norm(*narrow, 1e-6, backend="triton")),
+            "product": error(silu_product(gate, x), silu_product(narrow[1], narrow[0], backend="triton")),
+            "transposed": error(
+                gated_norm(x.transpose(1, 2), gate.transpose(1, 2), weight, 1e-6),
+                gated_norm(narrow[0].transpose(1, 2), narrow[1].transpose(1, 2), narrow[2], 1e-6, backend="triton"),
+            ),
+        }
+        rows.append({"shape": shape, "errors": errors})
+    return rows
+
+
 def registration_rows():
     """torch.library's own checks of schema, fake kernels and autograd; they raise on a fault."""
     inputs, z, _ = make(1, 3, 2, 16, 16)
@@ -142,7 +174,9 @@ def registration_rows():
     x, weight = torch.randn(1, 9, 16, requires_grad=True), torch.randn(16, 4, requires_grad=True)
     torch.library.opcheck(short_convolution_op, (x, weight, torch.arange(9), 0), test_utils=CHECKS)
     torch.library.opcheck(short_convolution_op, (x, weight, None, 3), test_utils=CHECKS)
-    return [{"checked": 7}]
+    torch.library.opcheck(gated_norm_op, (torch.randn(2, 3, 16), torch.randn(2, 3, 16), torch.ones(16), 1e-6))
+    torch.library.opcheck(silu_product_op, (torch.randn(2, 3, 16), torch.randn(2, 3, 16)))
+    return [{"checked": 9}]
 
 
 if __name__ == "__main__":
@@ -151,6 +185,7 @@ if __name__ == "__main__":
         "inputs": inputs_rows,
         "decode": decode_rows,
         "convolution": convolution_rows,
+        "gates": gates_rows,
         "registration": registration_rows,
     }
     print(json.dumps([row for name in sys.argv[1:] for row in parts[name]()]))

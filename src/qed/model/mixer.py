@@ -15,7 +15,14 @@ from transformers import initialization as init
 from transformers.cache_utils import Cache
 
 from qed.model.config import QEDConfig
-from qed.ops import decode_inputs_step_, gated_delta_rule, get_arm, recurrence_inputs, short_convolution
+from qed.ops import (
+    decode_inputs_step_,
+    gated_delta_rule,
+    gated_norm,
+    get_arm,
+    recurrence_inputs,
+    short_convolution,
+)
 
 # Which form of the operator's inputs goes with which form of the operator.
 INPUT_BACKEND = {None: None, "reference": "torch", "chunked": "torch", "triton": "triton"}
@@ -177,7 +184,8 @@ class QEDMixer(nn.Module):
                 if cache is not None:
                     cache.update_recurrent_state(state, self.layer_idx)
         gate = self.output_gate_proj(hidden_states).unflatten(-1, (self.num_heads, self.value_dim))
-        output = self.out_proj((self.norm(o) * gate.sigmoid()).flatten(-2))
+        read = gated_norm(o, gate, self.norm.weight, self.norm.eps, backend=INPUT_BACKEND[backend])
+        output = self.out_proj(read.flatten(-2))
         return output if padding is None else output.take_along_dim(padding.inverse[..., None], 1)
 
     def recurrence_inputs(

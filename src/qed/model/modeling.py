@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -21,7 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 from qed.config import nearest
 from qed.model.config import QEDConfig
 from qed.model.mixer import Padding, QEDMixer, RMSNorm
-from qed.ops import check_cu_seqlens
+from qed.ops import check_cu_seqlens, silu_product
 
 logger = logging.get_logger(__name__)
 
@@ -48,7 +47,7 @@ class QEDMLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu_product(self.gate_proj(x), self.up_proj(x)))
 
 
 class QEDLayer(GradientCheckpointingLayer):

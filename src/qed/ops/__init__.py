@@ -1,9 +1,10 @@
-"""The operator and the erase vectors; needs torch only."""
+"""The operator, the erase vectors and what stands around them; needs torch only."""
 
 from qed.ops.api import BACKENDS, check_cu_seqlens, gated_delta_rule
 from qed.ops.arms import ARMS, Arm, erase_vector, get_arm
 from qed.ops.convolution import short_convolution
 from qed.ops.decode import decode_inputs_step_, decode_step_
+from qed.ops.gates import gated_norm, silu_product
 from qed.ops.inputs import l2_normalize, recurrence_inputs
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "decode_step_",
     "erase_vector",
     "gated_delta_rule",
+    "gated_norm",
     "get_arm",
     "l2_normalize",
     "recurrence_inputs",
     "short_convolution",
+    "silu_product",
 ]

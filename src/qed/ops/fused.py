@@ -1,4 +1,4 @@
-"""Registered operators around the core: prologue, decode steps, convolution; kernels load at the first call."""
+"""Registered operators around the core: prologue, decode steps, convolution, gates; kernels load at the first call."""
 
 from __future__ import annotations
 
@@ -151,3 +151,27 @@ def _convolution_backward(ctx, grad):  # type: ignore[no-untyped-def]
 
 
 short_convolution_op.register_autograd(_convolution_backward, setup_context=_save_convolution)
+
+
+@torch.library.custom_op("qed::gated_norm", mutates_args=())
+def gated_norm_op(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from qed.ops import triton_gates
+
+    return triton_gates.gated_norm(x, gate, weight, eps)
+
+
+@gated_norm_op.register_fake
+def _(x, gate, weight, eps):  # type: ignore[no-untyped-def]
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, gate.dtype))
+
+
+@torch.library.custom_op("qed::silu_product", mutates_args=())
+def silu_product_op(gate: Tensor, up: Tensor) -> Tensor:
+    from qed.ops import triton_gates
+
+    return triton_gates.silu_product(gate, up)
+
+
+@silu_product_op.register_fake
+def _(gate, up):  # type: ignore[no-untyped-def]
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(gate.dtype, up.dtype))
