@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from qed.train.run import build_model
-from qed.train.start import compile_kernels, lean_backward
+from qed.train.start import block_compilation, compile_kernels
 
 TOKENS, WIDTH, INNER = 8, 16, 48
 
@@ -47,7 +47,7 @@ def kept(context: object) -> tuple[int, torch.Tensor]:
 
 
 def test_a_gates_product_is_computed_again() -> None:
-    (many, expected), (few, got) = kept(nullcontext()), kept(lean_backward())
+    (many, expected), (few, got) = kept(nullcontext()), kept(block_compilation())
     assert (many, few) == (3, 2)
     torch.testing.assert_close(got, expected)
 

@@ -34,7 +34,7 @@ from qed.train.checks import check_identity, check_row, check_weights, make_iden
 from qed.train.config import TrainConfig
 from qed.train.loss import liger_cross_entropy, target_cross_entropy, use_linear_cross_entropy
 from qed.train.measure import peak_bytes, strengths
-from qed.train.start import compile_kernels, lean_backward
+from qed.train.start import block_compilation, compile_kernels
 from qed.train.trainer import RunTrainer
 
 RECORD, ROWS, FINAL, RESUME = "train.json", "train.jsonl", "checkpoint", "resume"
@@ -126,7 +126,7 @@ def train(
         rows = read_rows(folder / ROWS) if (folder / ROWS).exists() else []
         write_rows(folder / ROWS, [row for row in rows if row["step"] <= trainer.first_step])
     try:
-        with stop_on_signals(trainer), lean_backward():
+        with stop_on_signals(trainer), block_compilation() if config.compile else contextlib.nullcontext():
             trainer.train(resume_from_checkpoint=str(checkpoints[-1]) if checkpoints else None)
     finally:
         model.config.use_cache = use_cache

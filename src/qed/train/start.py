@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._functorch.config as partitioning
 from torch import nn
 
 from qed.model.mixer import QEDMixer
@@ -21,13 +20,23 @@ from qed.train.loss import liger_cross_entropy
 ops: Any = torch.ops.qed
 
 
-def lean_backward() -> AbstractContextManager[None]:
-    """While it lasts, a compiled block computes cheap inputs of its weights' gradients again instead of keeping them.
+@contextmanager
+def block_compilation() -> Iterator[None]:
+    """While it lasts, blocks are compiled for training one by one.
 
-    Norms and gate products are then fused into the backward pass: 31 GiB are kept at 24 layers of 1024 and 32,768
-    tokens instead of 39, without another pass over memory.
+    A block computes cheap inputs of its weights' gradients again instead of keeping them: norms and gate products are
+    fused into the backward pass, and 24 layers of 1024 keep 31 GiB for 32,768 tokens instead of 39. Under DDP a block
+    stays whole: gradients are sent block by block anyway, and pieces would keep more.
     """
-    return partitioning.patch("ban_recompute_materialized_backward", False)
+    # The compiler takes seconds to import.
+    import torch._dynamo.config as capture
+    import torch._functorch.config as partitioning
+
+    with (
+        partitioning.patch("ban_recompute_materialized_backward", False),
+        capture.patch(optimize_ddp=False),
+    ):
+        yield
 
 
 def compile_kernels(
