@@ -13,6 +13,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,7 @@ def main() -> None:
         result["needle"]["last_peak_over_first"] = peaks[-1] / peaks[0]
     print(result["needle"], flush=True)
     write_json(options.out, result)
+    result["making"] = [making(niah, tokenizer, length) for length in options.lengths]
     with evaluating(model):
         engine = Engine(
             model,
@@ -126,6 +128,20 @@ def seconds(run: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - before, value
+
+
+def making(niah: NiahConfig, tokenizer: Any, length: int, num_examples: int = 50) -> dict[str, Any]:
+    """Seconds to make one prompt, after those that its task takes once."""
+    started = time.perf_counter()
+    task = needle_tasks(replace(niah, lengths=(length,)), tokenizer)["niah_single_1", length]
+    ready = time.perf_counter()
+    for index in range(num_examples):
+        task[index]
+    return {
+        "length": length,
+        "task_s": ready - started,
+        "example_s": (time.perf_counter() - ready) / num_examples,
+    }
 
 
 @torch.inference_mode()
