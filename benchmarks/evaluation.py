@@ -96,6 +96,7 @@ def main() -> None:
     print(result["needle"], flush=True)
     write_json(options.out, result)
     result["making"] = [making(niah, tokenizer, length) for length in options.lengths]
+    write_json(options.out, result)
     with evaluating(model):
         engine = Engine(
             model,
