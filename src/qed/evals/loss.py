@@ -171,10 +171,13 @@ def bucket_nats(
         out = model(input_ids=ids[:, part], use_cache=chunk < longest, **arguments)
         if chunk < longest:
             cache = next(c for c in (getattr(out, name, None) for name in CACHE_NAMES) if c is not None)
-        losses = F.cross_entropy(out.logits.mT.float(), targets[:, part], ignore_index=IGNORED, reduction="none")
+        wanted = targets[:, part]
+        losses = F.cross_entropy(
+            out.logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=IGNORED, reduction="none"
+        ).view_as(wanted)
         index = bucket[None, part].expand_as(losses)
         nats.scatter_add_(1, index, losses.double())
-        counts.scatter_add_(1, index, (targets[:, part] != IGNORED).long())
+        counts.scatter_add_(1, index, (wanted != IGNORED).long())
     return nats.cpu(), counts.cpu()
 
 
