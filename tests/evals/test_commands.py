@@ -1,5 +1,7 @@
 import ast
 import json
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,18 @@ def test_everything_on_two_kinds_of_model_then_skips(runs, monkeypatch):
     assert len(text.splitlines()) == len(rows) + 1
     compared = commands.compare([given[0]], [given[1]])
     assert {row["evaluation"] for row in compared} == {"niah", "recall", "loss"}
+
+    # The collector reads these records: a table for each, and every score of theirs in the JSON.
+    arguments = ["collect.py", str(runs / "llama-seed0"), str(runs / "qed-seed0"), "--out", str(runs / "table")]
+    monkeypatch.setattr(sys, "argv", arguments)
+    runpy.run_path(str(Path(__file__).parents[2] / "docs" / "evaluation" / "collect.py"), run_name="__main__")
+    (score,) = read_json(runs / "qed-seed0" / "niah.json")["scores"]
+    assert read_json(runs / "table.json")["runs"]["qed-seed0"]["niah"]["scores"] == [score]
+    lines = (runs / "table.md").read_text().splitlines()
+    assert f"| qed-seed0 | {score['num_correct']}/4 (" in "\n".join(lines)
+    assert [line for line in lines if line.startswith("## ")] == [
+        "## S-NIAH-1", "## S-NIAH-1: strength", "## Recall", "## Loss", "## Differences between the arms",
+    ]  # fmt: skip
 
 
 def test_missing_things_are_named_before_a_model_loads(runs, monkeypatch):
