@@ -11,7 +11,7 @@ reproduce: .venv/ready
 
 # Two processes of one thread each: small tensors gain nothing from more.
 test: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/ready
 	$(BIN)/ruff check .
