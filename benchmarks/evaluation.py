@@ -63,7 +63,8 @@ def main() -> None:
         head_dim=options.head_dim,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model = QEDForCausalLM(config).to(device, dtype).eval()
+    with torch.device(device):
+        model = QEDForCausalLM(config).to(dtype).eval()
     result: dict[str, Any] = {
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "dtype": f"{dtype} weights, no autocast; decay, theta and states in float32".removeprefix("torch."),
