@@ -24,6 +24,7 @@ class Plan:
     operand: torch.dtype
     precision: str
     exact: str
+    prepare_channels: int = 64
     prepare_warps: int = 1
     walk_rows: int = 64
     walk_warps: int = 4
@@ -32,6 +33,8 @@ class Plan:
     reverse_warps: int = 4
     reverse_stages: int = 2
     gradient_channels: int = 64
+    gradient_rows: int = 64
+    gradient_stages: int = 2
     gradient_warps: int = 4
     join_rows: int = 16
     join_channels: int = 64
@@ -41,32 +44,24 @@ class Plan:
 # For a card that was never measured.
 CONSERVATIVE: dict[str, int] = {
     "walk_rows": 32, "walk_warps": 2, "walk_stages": 1, "reverse_rows": 32, "reverse_warps": 2, "reverse_stages": 1,
-    "gradient_channels": 32, "join_channels": 16,
+    "gradient_stages": 1, "join_channels": 16,
 }  # fmt: skip
 
 # What `qed bench tune` may choose from and the tests check, gradients included: changes to the defaults.
 SELECTABLE: tuple[dict[str, int], ...] = (
     {},
-    {"prepare_warps": 2, "reverse_stages": 3, "gradient_warps": 8},
-    {"prepare_warps": 4, "walk_stages": 4, "gradient_warps": 2},
+    {"prepare_channels": 32, "reverse_stages": 3, "gradient_stages": 1},
+    {"prepare_channels": 128, "walk_stages": 4, "gradient_rows": 128, "gradient_stages": 1},
+    {"prepare_warps": 2, "walk_stages": 2, "reverse_stages": 4, "gradient_warps": 8},
     {
         "walk_rows": 128,
         "walk_warps": 8,
-        "walk_stages": 2,
         "reverse_rows": 128,
         "reverse_warps": 8,
-        "reverse_stages": 2,
         "gradient_channels": 128,
         "gradient_warps": 8,
     },
-    {
-        "walk_rows": 32,
-        "walk_warps": 2,
-        "reverse_rows": 32,
-        "reverse_warps": 2,
-        "reverse_stages": 3,
-        "gradient_channels": 32,
-    },
+    {"walk_rows": 32, "walk_warps": 2, "reverse_rows": 32, "reverse_warps": 2, "reverse_stages": 3},
 )
 
 # By card, K and V: fields of the bf16 plan that `qed bench tune` found to differ from the defaults.
@@ -88,7 +83,7 @@ def plan_for(dtype: torch.dtype, K: int, V: int, card: str = "sm90") -> Plan:
     if dtype is torch.bfloat16:
         return Plan(torch.bfloat16, "tf32", "tf32x3", **{**changes, **TABLE.get((card, K, V), {})})
     # float32 operands, not pipelined: float16 keeps its precision and gains float32's range
-    changes.update(walk_stages=1, reverse_stages=1)
+    changes.update(walk_stages=1, reverse_stages=1, gradient_rows=32, gradient_stages=1)
     return Plan(torch.float32, "tf32" if dtype is torch.float16 else "tf32x3", "tf32x3", **changes)
 
 

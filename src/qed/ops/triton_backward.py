@@ -1,8 +1,8 @@
 """Backward kernels of the gated delta rule; the derivation is in docs/kernels.md.
 
-``reverse`` carries the state's gradient back over the chunks and yields dv; ``gradient`` is parallel over blocks of 64
-tokens and, with the residuals and dv known, needs no inverse: it is the backward of linear attention. Names and layouts
-as in triton_forward.py.
+``reverse`` carries the state's gradient back over the chunks and yields dv. With the residuals and dv known what is
+left needs no inverse, it is the backward of linear attention: two kernels parallel over blocks of 64 tokens, for what
+reads the state (q, a) and for what writes it (k). Names and layouts as in triton_forward.py.
 """
 
 from __future__ import annotations
@@ -13,27 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qed.ops.tiles import BLOCK, Plan
-from qed.ops.triton_forward import (
-    LIMIT,
-    UNSPECIALIZED,
-    C,
-    Problem,
-    first_unit,
-    join,
-    level_decay,
-    level_pairs,
-    locate,
-    log2_decay,
-    precision,
-    prepare,
-    sums,
-    walk,
-    width,
-)
+from qed.ops.triton_decay import LIMIT, log2_decay, pair_decay, pairs_of, span, split, sums
+from qed.ops.triton_forward import UNSPECIALIZED, C, Problem, first_unit, join, locate, precision, prepare, walk, width
 
 B = tl.constexpr(BLOCK)
-# Below this log-decay a token's own decay is under float32 resolution, and so is its gradient.
-VANISHED = tl.constexpr(-17.0)
+# Below this log-decay (base 2) a token's own decay is under float32 resolution, and so is its gradient.
+VANISHED = tl.constexpr(-24.5)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -103,7 +88,7 @@ def reverse_kernel(
             p_v = grad_v + (token * H + i_h) * V + i[None, :] * (H * V) + o_v[:, None]
             tl.store(p_v, b_v.to(grad_v.dtype.element_ty), mask=m_vt)
         b_s = tl.dot(b_o, b_q, b_s * b_d[None, :], input_precision=PREC)
-        b_s = tl.dot((-b_v).to(DT), b_a, b_s, input_precision=PREC)
+        b_s = tl.dot(b_v.to(DT), b_a, b_s, input_precision=PREC)
     if PHASE == "first":
         p_f = first + ((i_s.to(tl.int64) * H + i_h) * V + o_v[:, None]) * K + o_c[None, :]
         tl.store(p_f, b_s, mask=m_v & m_c)
@@ -114,14 +99,14 @@ def reverse_kernel(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def gradient_kernel(
-    q, k, a, g, p_q, p_a, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g,
+def gradient_reads_kernel(
+    q, k, a, g, grad_o, grad_v, residual, states, grad_q, grad_a, grad_g,
     cu, T, N, SEARCH, TOKENS,
     sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h, so_t, so_h,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, sg_k: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr,
 ):  # fmt: skip
-    """BK channels of one block: forward over its chunks with the state (dq, da), back with its gradient (dk, dg)."""
+    """dq and da of BK channels of 64 tokens, and ``q dq + a da`` into ``grad_g``."""
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
     i_k = pid % NK
@@ -130,129 +115,161 @@ def gradient_kernel(
     _, _, end, start = locate(i_b, cu, T, N, SEARCH, B, PACKED)
     if start >= end:
         return
-    size = tl.minimum(end - start, B).to(tl.int32)
-    count = tl.cdiv(size, C)
-    i = tl.arange(0, C)
+    i = tl.arange(0, B)
     r, c = i[:, None], i[None, :]
     o_c = i_k * BK + tl.arange(0, BK)
     o_v = tl.arange(0, BV)
-    m_c = (o_c < K)[:, None]
-    m_v = (o_v < V)[None, :]
+    m_t = (i < end - start)[:, None]
+    m_c = (o_c < K)[None, :]
+    m = m_t & m_c
+    p_g = g + start * sg_t + i_h * sg_h + r * sg_t + (o_c * sg_k)[None, :]
+    p_q = q + start * sq_t + i_h * sq_h + r * sq_t + o_c[None, :]
+    p_k = k + start * sk_t + i_h * sk_h + r * sk_t + o_c[None, :]
+    p_a = a + start * sa_t + i_h * sa_h + r * sa_t + o_c[None, :]
+    p_o = grad_o + start * so_t + i_h * so_h + r * so_t
+    p_v = grad_v + (start * H + i_h) * V + r * (H * V)
+    p_r = residual + (i_h * TOKENS + start) * V + r * V
     at_s = (i_b.to(tl.int64) * H + i_h) * V * K
-    at = o_v[None, :] * K + o_c[:, None]
-    b_s = tl.load(states + at_s + at, mask=m_c & m_v, other=0.0).to(tl.float32)
-    q += start * sq_t + i_h * sq_h
-    k += start * sk_t + i_h * sk_h
-    a += start * sa_t + i_h * sa_h
-    g += start * sg_t + i_h * sg_h
-    grad_o += start * so_t + i_h * so_h
-    grad_v += (start * H + i_h) * V
-    head = i_h * TOKENS + start
-    residual += head * V
-    p_q += head * K
-    p_a += head * K
-    at_k = (start * H + i_h) * K
-    grad_q += at_k
-    grad_k += at_k
-    grad_a += at_k
-    grad_g += at_k
-    # Not pipelined, either loop: Triton 3.6 does not compile it so
-    for i_c in tl.range(0, count, num_stages=1):
-        t = i_c * C + i
-        m_t = t < size
-        m = m_c & m_t[None, :]
-        m_vt = m_t[:, None] & m_v
-        b_g = log2_decay(tl.load(g + t[None, :] * sg_t + o_c[:, None] * sg_k, mask=m, other=0.0))
-        b_q = tl.load(q + t[None, :] * sq_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-        b_k = tl.load(k + t[None, :] * sk_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-        b_a = tl.load(a + t[None, :] * sa_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-        b_o = tl.load(grad_o + t[:, None] * so_t + o_v[None, :], mask=m_vt, other=0.0).to(DT)
-        b_v = tl.load(grad_v + t[:, None] * (H * V) + o_v[None, :], mask=m_vt, other=0.0).to(DT)
-        b_r = tl.load(residual + t[:, None] * V + o_v[None, :], mask=m_vt, other=0.0)
-        b_x = b_s.to(DT)
-        b_dq = tl.dot(b_x, tl.trans(b_o), input_precision=PREC)
-        b_da = tl.dot(b_x, tl.trans(b_v), input_precision=PREC)
-        # Scores' gradients [j, i], row i and column j. A token's own is kept apart: no decay lies in it, and without it
-        # dg is no difference of large terms where the decay is strong
-        reads = tl.dot(b_r, tl.trans(b_o), input_precision=PREC)
-        own = tl.sum(tl.where(r == c, reads, 0.0), 0)[None, :]
-        reads = tl.where(r < c, reads, 0.0)
-        erases = tl.where(r < c, tl.dot(b_r, tl.trans(b_v), input_precision=PREC), 0.0)
-        b_c = sums(b_g, r <= c, DT, False)
-        total = tl.sum(b_g, 1)
-        since = tl.exp2(b_c)
-        if tl.min(total, 0) < -LIMIT:
-            b_dq *= since
-            b_da *= since
-            for LEVEL in range(4):
-                b_e = level_decay(b_g, i, LEVEL, DT, True)
-                pairs = level_pairs(i, LEVEL)
-                b_y = (b_k * b_e).to(DT)
-                x = tl.trans(tl.where(pairs, tl.trans(reads), 0.0))
-                y = tl.trans(tl.where(pairs, tl.trans(erases), 0.0))
-                b_dq += b_e * tl.dot(b_y, x.to(DT), input_precision=PREC)
-                b_da += b_e * tl.dot(b_y, y.to(DT), input_precision=PREC)
-            b_y = b_k * tl.exp2(sums(b_g, r > c, DT, False))
-        else:
-            b_y = (b_k * tl.exp2(-b_c)).to(DT)
-            b_dq = since * tl.dot(b_y, reads.to(DT), b_dq, input_precision=PREC)
-            b_da = since * tl.dot(b_y, erases.to(DT), b_da, input_precision=PREC)
-            b_y = b_k * tl.exp2(total[:, None] - b_c)
-        to = t[None, :] * (H * K) + o_c[:, None]
-        tl.store(grad_q + to, (b_dq + b_k * own).to(grad_q.dtype.element_ty), mask=m)
-        tl.store(grad_a + to, (-b_da).to(grad_a.dtype.element_ty), mask=m)
-        tl.store(grad_g + to, b_q * b_dq - b_a * b_da, mask=m)
-        b_s = tl.dot(b_y.to(DT), b_r, b_s * tl.exp2(total)[:, None], input_precision=PREC)
-    b_z = tl.load(grad_states + at_s + at, mask=m_c & m_v, other=0.0).to(tl.float32)
-    later = tl.sum(b_s * b_z, 1)
-    # grad_g is read back below, by other threads
-    tl.debug_barrier()
-    for step in tl.range(0, count, num_stages=1):
-        t = (count - 1 - step) * C + i
-        m_t = t < size
-        m = m_c & m_t[None, :]
-        m_vt = m_t[:, None] & m_v
-        x_g = tl.load(g + t[None, :] * sg_t + o_c[:, None] * sg_k, mask=m, other=0.0)
-        b_g = log2_decay(x_g)
-        b_k = tl.load(k + t[None, :] * sk_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-        x_q = tl.trans(tl.load(p_q + t[:, None] * K + o_c[None, :], mask=tl.trans(m), other=0.0))
-        x_a = tl.trans(tl.load(p_a + t[:, None] * K + o_c[None, :], mask=tl.trans(m), other=0.0))
-        b_o = tl.load(grad_o + t[:, None] * so_t + o_v[None, :], mask=m_vt, other=0.0).to(DT)
-        b_v = tl.load(grad_v + t[:, None] * (H * V) + o_v[None, :], mask=m_vt, other=0.0).to(DT)
-        b_r = tl.load(residual + t[:, None] * V + o_v[None, :], mask=m_vt, other=0.0)
-        to = t[None, :] * (H * K) + o_c[:, None]
-        b_dg = tl.load(grad_g + to, mask=m, other=0.0)
-        b_dk = tl.dot(b_z.to(DT), tl.trans(b_r), input_precision=PREC)
-        # [i, j] here
-        reads = tl.dot(b_o, tl.trans(b_r), input_precision=PREC)
-        own = tl.sum(tl.where(r == c, reads, 0.0), 0)[None, :]
-        reads = tl.where(r > c, reads, 0.0)
-        erases = tl.where(r > c, tl.dot(b_v, tl.trans(b_r), input_precision=PREC), 0.0)
-        b_c = sums(b_g, r <= c, DT, False)
-        total = tl.sum(b_g, 1)
-        if tl.min(total, 0) < -LIMIT:
-            b_q = tl.load(q + t[None, :] * sq_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-            b_a = tl.load(a + t[None, :] * sa_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-            b_dk *= tl.exp2(sums(b_g, r > c, DT, False))
-            for LEVEL in range(4):
-                b_e = level_decay(b_g, i, LEVEL, DT, True)
-                pairs = level_pairs(i, LEVEL)
-                x = tl.where(pairs, reads, 0.0).to(DT)
-                y = tl.where(pairs, erases, 0.0).to(DT)
-                b_w = tl.dot((b_q * b_e).to(DT), x, input_precision=PREC)
-                b_dk += b_e * tl.dot((b_a * -b_e).to(DT), y, b_w, input_precision=PREC)
-        else:
-            b_w = tl.dot(x_q, reads.to(DT), input_precision=PREC)
-            b_w = tl.dot(x_a, (-erases).to(DT), b_w, input_precision=PREC)
-            b_dk = tl.exp2(total[:, None] - b_c) * b_dk + tl.exp2(-b_c) * b_w
-        b_q = tl.load(q + t[None, :] * sq_t + o_c[:, None], mask=m, other=0.0).to(tl.float32)
-        tl.store(grad_k + to, (b_dk + b_q * own).to(grad_k.dtype.element_ty), mask=m)
-        b_dg -= b_k * b_dk
-        x_g = tl.where(x_g < VANISHED, 0.0, sums(b_dg, r >= c, DT, False) + later[:, None])
-        later += tl.sum(b_dg, 1)
-        tl.store(grad_g + to, x_g, mask=m)
-        b_z = tl.dot(x_q, b_o, b_z * tl.exp2(total)[:, None], input_precision=PREC)
-        b_z = tl.dot(x_a, -b_v, b_z, input_precision=PREC)
+    at_k = (start * H + i_h) * K + r * (H * K) + o_c[None, :]
+
+    b_dq = tl.zeros([B, BK], tl.float32)
+    b_da = tl.zeros([B, BK], tl.float32)
+    reads = tl.zeros([B, B], tl.float32)
+    erases = tl.zeros([B, B], tl.float32)
+    for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
+        x_v = i_v * BV + o_v
+        m_v = m_t & (x_v < V)[None, :]
+        b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
+        b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
+        b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
+        b_s = tl.load(states + at_s + x_v[:, None] * K + o_c[None, :], mask=(x_v < V)[:, None] & m_c, other=0.0)
+        b_dq = tl.dot(b_o, b_s, b_dq, input_precision=PREC)
+        b_da = tl.dot(b_v, b_s, b_da, input_precision=PREC)
+        reads = tl.dot(b_o, tl.trans(b_r), reads, input_precision=PREC)
+        erases = tl.dot(b_v, tl.trans(b_r), erases, input_precision=PREC)
+    # A token's own pair is kept apart: no decay lies in it, and without it dg is no difference of large terms where
+    # the decay is strong
+    own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
+    reads = reads.to(DT)
+    erases = erases.to(DT)
+    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+    total = tl.sum(b_g, 0)
+    b_c = tl.cumsum(b_g, 0)
+    b_dq *= tl.exp2(b_c)
+    b_da *= tl.exp2(b_c)
+    if NEAR and tl.min(total) > -2 * LIMIT:
+        middle = 0.5 * total[None, :]
+        b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * tl.exp2(middle - b_c)).to(DT)
+        reader = tl.exp2(b_c - middle)
+        b_dq += reader * tl.dot(tl.where(r > c, reads, 0.0), b_y, input_precision=PREC)
+        b_da += reader * tl.dot(tl.where(r > c, erases, 0.0), b_y, input_precision=PREC)
+    else:
+        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+        SPAN = span(b_g)
+        g_high, g_low = split(b_g, DT)
+        for LEVEL in tl.range(SPAN, 7, num_stages=1):
+            reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
+            pairs = pairs_of(i, LEVEL, SPAN, True)
+            b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * writer).to(DT)
+            b_dq += reader * tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
+            b_da += reader * tl.dot(tl.where(pairs, erases, 0.0), b_y, input_precision=PREC)
+    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
+    tl.store(grad_q + at_k, (b_dq + b_k * own).to(grad_q.dtype.element_ty), mask=m)
+    tl.store(grad_a + at_k, (-b_da).to(grad_a.dtype.element_ty), mask=m)
+    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
+    b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
+    tl.store(grad_g + at_k, b_q * b_dq - b_a * b_da, mask=m)
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def gradient_writes_kernel(
+    q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_k, grad_g,
+    cu, T, N, SEARCH, TOKENS,
+    sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h, so_t, so_h,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, sg_k: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr,
+):  # fmt: skip
+    """dk of BK channels of 64 tokens, and dg from what :func:`gradient_reads_kernel` left in ``grad_g``."""
+    NK: tl.constexpr = (K + BK - 1) // BK
+    pid = tl.program_id(0)
+    i_k = pid % NK
+    i_h = ((pid // NK) % H).to(tl.int64)
+    i_b = pid // (NK * H)
+    _, _, end, start = locate(i_b, cu, T, N, SEARCH, B, PACKED)
+    if start >= end:
+        return
+    i = tl.arange(0, B)
+    r, c = i[:, None], i[None, :]
+    o_c = i_k * BK + tl.arange(0, BK)
+    o_v = tl.arange(0, BV)
+    m_t = (i < end - start)[:, None]
+    m_c = (o_c < K)[None, :]
+    m = m_t & m_c
+    p_g = g + start * sg_t + i_h * sg_h + r * sg_t + (o_c * sg_k)[None, :]
+    p_q = q + start * sq_t + i_h * sq_h + r * sq_t + o_c[None, :]
+    p_k = k + start * sk_t + i_h * sk_h + r * sk_t + o_c[None, :]
+    p_a = a + start * sa_t + i_h * sa_h + r * sa_t + o_c[None, :]
+    p_o = grad_o + start * so_t + i_h * so_h + r * so_t
+    p_v = grad_v + (start * H + i_h) * V + r * (H * V)
+    p_r = residual + (i_h * TOKENS + start) * V + r * V
+    at_s = (i_b.to(tl.int64) * H + i_h) * V * K
+    at_k = (start * H + i_h) * K + r * (H * K) + o_c[None, :]
+
+    b_dk = tl.zeros([B, BK], tl.float32)
+    reads = tl.zeros([B, B], tl.float32)
+    erases = tl.zeros([B, B], tl.float32)
+    later = tl.zeros([BK], tl.float32)
+    for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
+        x_v = i_v * BV + o_v
+        m_v = m_t & (x_v < V)[None, :]
+        b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
+        b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
+        b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
+        at = at_s + x_v[:, None] * K + o_c[None, :]
+        b_s = tl.load(states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
+        b_z = tl.load(grad_states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
+        later += tl.sum(b_s.to(tl.float32) * b_z.to(tl.float32), 0)
+        b_dk = tl.dot(b_r, b_z, b_dk, input_precision=PREC)
+        reads = tl.dot(b_r, tl.trans(b_o), reads, input_precision=PREC)
+        erases = tl.dot(b_r, tl.trans(b_v), erases, input_precision=PREC)
+    own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
+    reads = reads.to(DT)
+    erases = erases.to(DT)
+    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+    total = tl.sum(b_g, 0)
+    if NEAR and tl.min(total) > -2 * LIMIT:
+        middle = 0.5 * total[None, :]
+        b_c = tl.cumsum(b_g, 0) - middle
+        b_dk *= tl.exp2(middle - b_c)
+        reader = tl.exp2(b_c)
+        b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
+        b_w = tl.dot(tl.where(r < c, reads, 0.0), b_y, input_precision=PREC)
+        b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
+        b_w = tl.dot(tl.where(r < c, erases, 0.0), b_y, b_w, input_precision=PREC)
+        b_w *= tl.exp2(-b_c)
+    else:
+        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+        SPAN = span(b_g)
+        g_high, g_low = split(b_g, DT)
+        b_dk *= tl.exp2(sums(c > r, g_high, g_low, DT, PREC))
+        b_w = tl.zeros([B, BK], tl.float32)
+        for LEVEL in tl.range(SPAN, 7, num_stages=1):
+            reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
+            pairs = pairs_of(i, LEVEL, SPAN, False)
+            b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
+            b_x = tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
+            b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
+            b_x = tl.dot(tl.where(pairs, erases, 0.0), b_y, b_x, input_precision=PREC)
+            b_w += writer * b_x
+    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
+    tl.store(grad_k + at_k, (b_dk + b_w + b_q * own).to(grad_k.dtype.element_ty), mask=m)
+    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
+    b_dg = tl.load(grad_g + at_k, mask=m, other=0.0) - b_k * b_w
+    later = tl.exp2(total) * later + tl.sum(b_dg, 0)
+    b_dg -= b_k * b_dk
+    b_dg += later[None, :] - tl.cumsum(b_dg, 0)
+    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+    tl.store(grad_g + at_k, tl.where(b_g < VANISHED, 0.0, b_dg), mask=m)
 
 
 def backward(
@@ -290,18 +307,28 @@ def backward(
     grad_states = torch.empty_like(states)
     grad_initial = torch.empty_like(initial)
     reverse("whole", last, (grad_v, grad_states, grad_initial))
-    p_q, p_a = chunks[:2]
     chunks = ()
 
     grad_q, grad_k, grad_a = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, a))
     grad_g = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    channels = min(plan.gradient_channels, BK)
-    gradient_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
-        q, k, a, g, p_q, p_a, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g, cu,
-        problem.length, problem.num_docs, problem.search, tokens,
+    # Tiles under 128 bytes wide are compiled wrongly for Hopper (Triton 3.6): narrow heads are padded
+    channels = max(64, min(plan.gradient_channels, BK))
+    common = (
+        cu, problem.length, problem.num_docs, problem.search, tokens,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
         grad_o.stride(1), grad_o.stride(2),
-        H=H, K=K, V=V, BK=channels, BV=BV, sg_k=g.stride(3), PACKED=problem.packed,
-        num_warps=plan.gradient_warps, **precision(plan),
     )  # fmt: skip
+    # Float32 products of the short form are compiled wrongly for Hopper (Triton 3.6); interpreted, it is checked
+    near = plan.operand is torch.bfloat16 or not q.is_cuda
+    options = {
+        "H": H, "K": K, "V": V, "BK": channels, "BV": min(plan.gradient_rows, max(64, BV)), "sg_k": g.stride(3),
+        "NEAR": near, "PACKED": problem.packed, "STAGES": plan.gradient_stages, "num_warps": plan.gradient_warps,
+        **precision(plan),
+    }  # fmt: skip
+    gradient_reads_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
+        q, k, a, g, grad_o, grad_v, residual, states, grad_q, grad_a, grad_g, *common, **options
+    )
+    gradient_writes_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
+        q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_k, grad_g, *common, **options
+    )
     return grad_q, grad_k, grad_v, grad_a, grad_g, grad_initial

@@ -17,14 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from qed.ops.tiles import BLOCK, CHUNK, Plan, card, plan_for, segment_length
+from qed.ops.triton_decay import LIMIT, log2_decay, pair_decay, pairs_of, split, sums
 
 C = tl.constexpr(CHUNK)
 B = tl.constexpr(BLOCK)
 # The number of documents and what follows from it: batches of one total length share every compiled kernel.
 UNSPECIALIZED = ("N", "SEARCH")
-# Base-2 exponents: a factor reaches at most 2**LIMIT; 2**-FLOOR is zero.
-LIMIT = tl.constexpr(80.0)
-FLOOR = tl.constexpr(160.0)
 
 
 @triton.jit
@@ -60,55 +58,6 @@ def first_unit(n, begin, T, UNIT: tl.constexpr, PACKED: tl.constexpr):
     return unit
 
 
-@triton.jit
-def log2_decay(g):
-    """Log-decay in base 2; what underflows anyway (-inf too) stays finite, so that sums and differences are defined."""
-    return tl.maximum(g.to(tl.float32) * 1.4426950408889634, -FLOOR)
-
-
-@triton.jit
-def sums(x, m, DT: tl.constexpr, LEFT: tl.constexpr):
-    """``m @ x`` (LEFT) or ``x @ m`` for a 0/1 matrix ``m``: exact products of the halves of ``x``, 22 bits; where DT is
-    float32, all 24."""
-    m = m.to(tl.float32)
-    high = x.to(tl.int32, bitcast=True)
-    high = (high & -8192).to(tl.float32, bitcast=True)
-    if LEFT:
-        if DT == tl.float32:
-            y = tl.dot(m, x, input_precision="ieee")
-        else:
-            y = tl.dot(m, x - high, tl.dot(m, high, input_precision="tf32"), input_precision="tf32")
-    else:
-        if DT == tl.float32:
-            y = tl.dot(x, m, input_precision="ieee")
-        else:
-            y = tl.dot(x - high, m, tl.dot(high, m, input_precision="tf32"), input_precision="tf32")
-    return y
-
-
-@triton.jit
-def level_decay(g, i, LEVEL, DT: tl.constexpr, COLUMNS: tl.constexpr):
-    """Decays between neighbouring blocks of ``1 << LEVEL`` tokens, from ``g`` in base 2: ``[C, BK]``, or ``[BK, C]``
-    where tokens are COLUMNS.
-
-    In the second block of a pair since the block began, in the first until it ends: their product is the decay from
-    one token to the other, and neither factor is above one.
-    """
-    r, c = i[:, None], i[None, :]
-    if COLUMNS:
-        r, c = c, r
-    second = (r >> LEVEL) & 1 == 1
-    m = ((r >> LEVEL) == (c >> LEVEL)) & ((second & (c <= r)) | ((second == 0) & (c > r)))
-    return tl.exp2(sums(g, m, DT, COLUMNS == False))  # noqa: E712
-
-
-@triton.jit
-def level_pairs(i, LEVEL):
-    """``[C, C]``: row in the second, column in the first of two neighbouring blocks of ``1 << LEVEL`` tokens."""
-    r, c = i[:, None], i[None, :]
-    return ((r >> LEVEL) & 1 == 1) & ((c >> LEVEL) == (r >> LEVEL) - 1)
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare_kernel(
     q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, T, N, SEARCH, TOKENS,
@@ -124,65 +73,94 @@ def prepare_kernel(
     if start >= end:
         return
     i = tl.arange(0, C)
-    o_c = tl.arange(0, BK)
     m_t = (i < end - start)[:, None]
-    m = m_t & (o_c < K)[None, :]
     r, c = i[:, None], i[None, :]
-    at = r * K + o_c[None, :]
-    p_q = q + start * sq_t + i_h * sq_h + r * sq_t + o_c[None, :]
-    p_k = k + start * sk_t + i_h * sk_h + r * sk_t + o_c[None, :]
-    p_a = a + start * sa_t + i_h * sa_h + r * sa_t + o_c[None, :]
-    p_g = g + start * sg_t + i_h * sg_h + r * sg_t + (o_c * sg_k)[None, :]
     first = i_h * TOKENS + start
-
-    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
-    b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
-    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
-    b_s = tl.cumsum(b_g, 0)
-    total = tl.sum(b_g, 0)
-    since = tl.exp2(b_s)
-    b_q = (b_q * since).to(DT)
-    b_a = (b_a * since).to(DT)
-    tl.store(o_q + first * K + at, b_q, mask=m)
-    tl.store(o_a + first * K + at, b_a, mask=m)
-    tl.store(o_d + (i_c.to(tl.int64) * H + i_h) * K + o_c, tl.exp2(total), mask=o_c < K)
-    columns = tl.trans((b_k * tl.exp2(tl.minimum(-b_s, LIMIT))).to(DT))
-    reads = tl.dot(b_q, columns, input_precision=PREC)
-    erases = tl.dot(b_a, columns, input_precision=PREC)
-    b_k = (b_k * tl.exp2(total[None, :] - b_s)).to(DT)
-    if tl.min(total, 0) < -LIMIT:
-        # Rows whose decay since the chunk began is out of the range of one factor; a fact of their past alone
-        far = (tl.min(b_s, 1) < -LIMIT)[:, None]
+    q += start * sq_t + i_h * sq_h
+    k += start * sk_t + i_h * sk_h
+    a += start * sa_t + i_h * sa_h
+    g += start * sg_t + i_h * sg_h
+    o_q += first * K
+    o_k += first * K
+    o_a += first * K
+    o_d += (i_c.to(tl.int64) * H + i_h) * K
+    reads = tl.zeros([C, C], tl.float32)
+    erases = tl.zeros([C, C], tl.float32)
+    for i_k in tl.range(0, (K + BK - 1) // BK, num_stages=1):
+        o_c = i_k * BK + tl.arange(0, BK)
+        m = m_t & (o_c < K)[None, :]
+        at = r * K + o_c[None, :]
+        p_g = g + r * sg_t + (o_c * sg_k)[None, :]
+        p_k = k + r * sk_t + o_c[None, :]
+        p_q = q + r * sq_t + o_c[None, :]
+        p_a = a + r * sa_t + o_c[None, :]
         b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-        x_k = tl.load(p_k, mask=m, other=0.0)
-        x_q = tl.load(p_q, mask=m, other=0.0)
-        x_a = tl.load(p_a, mask=m, other=0.0)
-        far_reads = tl.where(r == c, tl.dot(x_q.to(DT), tl.trans(x_k.to(DT)), input_precision=PREC), 0.0)
-        far_erases = tl.zeros([C, C], tl.float32)
-        for LEVEL in range(4):
-            b_e = level_decay(b_g, i, LEVEL, DT, False)
-            pairs = level_pairs(i, LEVEL)
-            columns = tl.trans((x_k * b_e).to(DT))
-            far_reads = tl.where(pairs, tl.dot((x_q * b_e).to(DT), columns, input_precision=PREC), far_reads)
-            far_erases = tl.where(pairs, tl.dot((x_a * b_e).to(DT), columns, input_precision=PREC), far_erases)
-        reads = tl.where(far, far_reads, reads)
-        erases = tl.where(far, far_erases, erases)
-        until = sums(b_g, c > r, DT, True)
-        b_k = (x_k * tl.exp2(until)).to(DT)
+        b_k = tl.load(p_k, mask=m, other=0.0)
+        b_q = tl.load(p_q, mask=m, other=0.0)
+        b_a = tl.load(p_a, mask=m, other=0.0)
+        b_s = tl.cumsum(b_g, 0)
+        total = tl.sum(b_g, 0)
+        tl.store(o_d + o_c, tl.exp2(total), mask=o_c < K)
+        b_k = b_k * tl.exp2(tl.minimum(-b_s, LIMIT))
+        columns = tl.trans(b_k.to(DT))
+        b_k = (b_k * tl.exp2(total)[None, :]).to(DT)
+        since = tl.exp2(b_s)
+        b_q = (b_q * since).to(DT)
+        b_a = (b_a * since).to(DT)
+        tl.store(o_q + at, b_q, mask=m)
+        tl.store(o_a + at, -b_a, mask=m)
+        tl.store(o_k + at, b_k, mask=m)
+        near_reads = tl.dot(b_q, columns, input_precision=PREC)
+        near_erases = tl.dot(b_a, columns, input_precision=PREC)
+        if tl.min(total, 0) < -LIMIT:
+            # Rows whose decay since the chunk began is out of the range of one factor; a fact of their past alone
+            far = (tl.min(b_s, 1) < -LIMIT)[:, None]
+            far_reads = tl.zeros([C, C], tl.float32)
+            far_erases = tl.zeros([C, C], tl.float32)
+            for i_x in tl.range(0, BK // C, num_stages=1):
+                o_x = i_k * BK + i_x * C + i
+                m_x = m_t & (o_x < K)[None, :]
+                x_g = log2_decay(tl.load(g + r * sg_t + (o_x * sg_k)[None, :], mask=m_x, other=0.0))
+                x_k = tl.load(k + r * sk_t + o_x[None, :], mask=m_x, other=0.0)
+                x_q = tl.load(q + r * sq_t + o_x[None, :], mask=m_x, other=0.0)
+                x_a = tl.load(a + r * sa_t + o_x[None, :], mask=m_x, other=0.0)
+                own = tl.dot(x_q.to(DT), tl.trans(x_k.to(DT)), input_precision=PREC)
+                far_reads += tl.where(r == c, own, 0.0)
+                high, low = split(x_g, DT)
+                for LEVEL in tl.range(1, 5):
+                    reader, writer = pair_decay(high, low, i, LEVEL, 0, DT, PREC)
+                    pairs = pairs_of(i, LEVEL, 0, True)
+                    x_c = tl.trans((x_k * writer).to(DT))
+                    far_reads += tl.where(pairs, tl.dot((x_q * reader).to(DT), x_c, input_precision=PREC), 0.0)
+                    far_erases += tl.where(pairs, tl.dot((x_a * reader).to(DT), x_c, input_precision=PREC), 0.0)
+                until = tl.exp2(sums(c > r, high, low, DT, PREC))
+                # other threads have stored there before
+                tl.debug_barrier()
+                tl.store(o_k + r * K + o_x[None, :], (x_k * until).to(DT), mask=m_x)
+            near_reads = tl.where(far, far_reads, near_reads)
+            near_erases = tl.where(far, far_erases, near_erases)
+        reads += near_reads
+        erases += near_erases
     reads = tl.where(r >= c, reads, 0.0)
     erases = tl.where(r > c, erases, 0.0)
     # Blocks of 1, 2, 4, 8 tokens merge in pairs: (D + L)^-1 = D^-1 - D^-1 L D^-1, exact since L D^-1 L = 0
-    inverse = tl.where(r == c, 1.0, 0.0) - tl.where(level_pairs(i, 0), erases, 0.0)
-    for LEVEL in tl.static_range(1, 4):
-        right = tl.dot(tl.where(level_pairs(i, LEVEL), erases, 0.0), inverse, input_precision=EXACT)
+    inverse = tl.where(r == c, 1.0, 0.0) - tl.where(pairs_of(i, 1, 0, True), erases, 0.0)
+    for LEVEL in tl.static_range(2, 5):
+        right = tl.dot(tl.where(pairs_of(i, LEVEL, 0, True), erases, 0.0), inverse, input_precision=EXACT)
         inverse -= tl.dot(inverse, right, input_precision=EXACT)
-    b_k = tl.dot(tl.trans(inverse).to(DT), b_k, input_precision=PREC)
     reads = tl.dot(reads.to(DT), inverse.to(DT), input_precision=PREC)
-    tl.store(o_k + first * K + at, b_k.to(DT), mask=m)
     tl.store(o_m + first * C + r * C + c, reads.to(DT), mask=m_t)
     if INVERSE:
         tl.store(o_t + first * C + r * C + c, inverse.to(DT), mask=m_t)
+    # o_k is read back, by other threads
+    tl.debug_barrier()
+    inverse = tl.trans(inverse).to(DT)
+    for i_k in tl.range(0, (K + BK - 1) // BK, num_stages=1):
+        o_c = i_k * BK + tl.arange(0, BK)
+        m = m_t & (o_c < K)[None, :]
+        at = r * K + o_c[None, :]
+        b_k = tl.dot(inverse, tl.load(o_k + at, mask=m, other=0.0), input_precision=PREC)
+        tl.store(o_k + at, b_k.to(DT), mask=m)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -228,34 +206,36 @@ def walk_kernel(
     i_b = first_unit(n, begin, T, B, PACKED) + (start - begin) // B
     at = i[:, None] * K + o_c[None, :]
     size = (stop - start).to(tl.int32)
+    eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(DT)
     for i_c in tl.range(0, tl.cdiv(size, C), num_stages=STAGES):
         m_t = i < size - i_c * C
         m = m_t[:, None] & m_c
-        m_vt = m_v & m_t[None, :]
+        m_vt = m_t[:, None] & (o_v < V)[None, :]
         token = start + i_c * C
         base = head + i_c * C
         b_a = tl.load(p_a + base * K + at, mask=m, other=0.0)
         b_k = tl.load(p_k + base * K + at, mask=m, other=0.0)
         b_d = tl.load(p_d + ((i_d + i_c) * H + i_h) * K + o_c, mask=o_c < K, other=0.0)
-        p_v = v + token * sv_t + i_h * sv_h + i[None, :] * sv_t + o_v[:, None]
-        b_v = tl.load(p_v, mask=m_vt, other=0.0).to(tl.float32)
+        b_v = tl.load(v + token * sv_t + i_h * sv_h + i[:, None] * sv_t + o_v[None, :], mask=m_vt, other=0.0)
         b_x = b_s.to(DT)
         if PHASE == "states":
             if i_c % 4 == 0:
                 p_s = states + (((i_b + i_c // 4) * H + i_h) * V + o_v[:, None]) * K + o_c[None, :]
                 tl.store(p_s, b_x, mask=m_v & m_c)
-        b_r = (b_v - tl.dot(b_x, tl.trans(b_a), input_precision=PREC)).to(DT)
+        # v through a product with the identity: an operand is fetched ahead, an addend is waited for
+        b_r = tl.dot(tl.trans(b_v.to(DT)), eye, input_precision=PREC)
+        b_r = tl.dot(b_x, tl.trans(b_a), b_r, input_precision=PREC).to(DT)
         if PHASE == "whole":
             b_q = tl.load(p_q + base * K + at, mask=m, other=0.0)
             b_m = tl.load(p_m + base * C + i[:, None] * C + i[None, :], mask=m_t[:, None], other=0.0)
             b_o = tl.dot(b_x, tl.trans(b_q), input_precision=PREC)
             b_o = tl.dot(b_r, tl.trans(b_m), b_o, input_precision=PREC)
-            p_o = o + (token * H + i_h) * V + i[None, :] * (H * V) + o_v[:, None]
-            tl.store(p_o, b_o.to(o.dtype.element_ty), mask=m_vt)
+            p_o = o + (token * H + i_h) * V + i[:, None] * (H * V) + o_v[None, :]
+            tl.store(p_o, tl.trans(b_o.to(o.dtype.element_ty)), mask=m_vt)
         if PHASE == "states":
             b_t = tl.load(p_t + base * C + i[:, None] * C + i[None, :], mask=m_t[:, None], other=0.0)
             b_w = tl.dot(b_r, tl.trans(b_t), input_precision=PREC)
-            tl.store(residual + base * V + i[None, :] * V + o_v[:, None], b_w.to(DT), mask=m_vt)
+            tl.store(residual + base * V + i[:, None] * V + o_v[None, :], tl.trans(b_w.to(DT)), mask=m_vt)
         b_s = tl.dot(b_r, b_k, b_s * b_d[None, :], input_precision=PREC)
     if PHASE == "first":
         if i_v < NV:
@@ -399,7 +379,7 @@ def prepare(
     prepare_kernel[(num_chunks * H,)](
         q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, problem.length, problem.num_docs, problem.search, tokens,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
-        H=H, K=K, BK=width(K), sg_k=g.stride(3), EXACT=plan.exact, PACKED=problem.packed,
+        H=H, K=K, BK=min(plan.prepare_channels, width(K)), sg_k=g.stride(3), EXACT=plan.exact, PACKED=problem.packed,
         INVERSE=inverse, num_warps=plan.prepare_warps, **precision(plan),
     )  # fmt: skip
     return o_q, o_a, o_k, o_m, o_t, o_d
