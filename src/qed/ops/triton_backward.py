@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qed.ops.tiles import BLOCK, Plan
-from qed.ops.triton_decay import LIMIT, log2_decay, pair_decay, pairs_of, span, split, sums
+from qed.ops.triton_decay import HALF, log2_decay, pair_decay, pairs_of, span, split, sums
 from qed.ops.triton_forward import UNSPECIALIZED, C, Problem, first_unit, join, locate, precision, prepare, walk, width
 
 B = tl.constexpr(BLOCK)
@@ -157,7 +157,7 @@ def gradient_reads_kernel(
     b_c = tl.cumsum(b_g, 0)
     b_dq *= tl.exp2(b_c)
     b_da *= tl.exp2(b_c)
-    if NEAR and tl.min(total) > -2 * LIMIT:
+    if NEAR and tl.min(total) > -2 * HALF:
         middle = 0.5 * total[None, :]
         b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * tl.exp2(middle - b_c)).to(DT)
         reader = tl.exp2(b_c - middle)
@@ -237,7 +237,7 @@ def gradient_writes_kernel(
     erases = erases.to(DT)
     b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
     total = tl.sum(b_g, 0)
-    if NEAR and tl.min(total) > -2 * LIMIT:
+    if NEAR and tl.min(total) > -2 * HALF:
         middle = 0.5 * total[None, :]
         b_c = tl.cumsum(b_g, 0) - middle
         b_dk *= tl.exp2(middle - b_c)

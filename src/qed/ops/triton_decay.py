@@ -6,8 +6,9 @@ Log-decays are in base 2 and finite here. "Reader" is the later token of a pair,
 import triton
 import triton.language as tl
 
-# A factor reaches at most 2**LIMIT; 2**-FLOOR is zero.
-LIMIT = tl.constexpr(80.0)
+# Largest binary logarithm of a factor alone, and of one of two factors that both multiply sums; 2**-FLOOR is zero.
+LIMIT = tl.constexpr(110.0)
+HALF = tl.constexpr(100.0)
 FLOOR = tl.constexpr(160.0)
 
 
@@ -39,9 +40,9 @@ def sums(m, high, low, DT: tl.constexpr, PREC: tl.constexpr):
 def span(g):
     """Binary logarithm of the largest blocks in which two factors hold every decay: 5 for 32 tokens, 0 for one."""
     weakest = tl.min(g)
-    blocks = (weakest > -LIMIT).to(tl.int32)
+    blocks = (weakest > -HALF).to(tl.int32)
     for level in tl.static_range(1, 5):
-        blocks += (weakest > -LIMIT / (1 << level)).to(tl.int32)
+        blocks += (weakest > -HALF / (1 << level)).to(tl.int32)
     return blocks
 
 
