@@ -2,9 +2,9 @@
 
     python -m qed.evals.synthetic recall/ --num-rows 100
 
-Their text is Python's own documentation; keys and numbers come from the evaluation half of the needle vocabulary. They
-show that everything runs and tell models of one small scale apart; their scores say nothing about the real data sets,
-and every row's ``source`` says what it is.
+Their text is Python's own documentation with two sentences of the needle tasks in it, keys and numbers from the
+evaluation half of the vocabulary. They show that everything runs and tell models of one small scale apart; their scores
+say nothing about the real data sets, and every row's ``source`` says what it is.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..data.needle import answer_prefix, needle_sentence
 from ..data.prose import load_prose
 from ..data.vocabulary import load_vocabulary, seeded
 from ..records import write_rows
@@ -23,7 +24,7 @@ from .recall import TASKS
 
 SOURCE = "synthetic, from Python's documentation"
 # Facts of one document, one of which is asked for, and sentences between two of them.
-NUM_FACTS, SPACING = 6, (2, 8)
+NUM_FACTS, SPACING = 2, (1, 4)
 
 Row = dict[str, Any]
 
@@ -31,9 +32,9 @@ Row = dict[str, Any]
 def make_rows(task: str, num_rows: int, seed: int) -> list[Row]:
     """``num_rows`` rows of ``task``, a pure function of the arguments and of the Python version's documentation.
 
-    "fda": prose with lines "key: number." in it, then "key:". "swde": such lines together, prose after them, then
-    "Summary of information above:" and "key:". "squad_completion": prose whose last sentence repeats an earlier one
-    up to its last two words.
+    "fda": prose with the facts in it, then the key and a colon. "swde": the facts together, prose after them, then
+    "Summary of information above:" and the key with its colon. "squad_completion": as "fda", with a last sentence to
+    complete instead of a key.
     """
     sentences = [
         sentence for text in load_prose() for sentence in re.split(r"(?<=[.!?])\s+", text) if len(sentence.split()) >= 8
@@ -42,25 +43,21 @@ def make_rows(task: str, num_rows: int, seed: int) -> list[Row]:
     rows = []
     for index in range(num_rows):
         generator = seeded("synthetic recall", task, seed, index)
-        prose = _passage(generator, sentences)
-        row: Row = {"doc_id": str(index), "source": SOURCE}
-        if task == "squad_completion":
-            asked = generator.choice([sentence for group in prose for sentence in group])
-            words = asked.rstrip(".!?:").split()
-            question = " ".join(words[:-2])
-            text = " ".join(sentence for group in prose for sentence in group)
-            row.update(title=f"passage {index}", context=text, question=question, value=" ".join(words[-2:]))
-            row["text"] = f"{text} {question}"
+        prose = [" ".join(group) for group in _passage(generator, sentences)]
+        facts = [(vocabulary.key(generator), vocabulary.value(generator)) for _ in prose]
+        lines = [needle_sentence(*fact) for fact in facts]
+        name, value = generator.choice(facts)
+        row: Row = {"doc_id": str(index), "source": SOURCE, "value": value}
+        if task == "swde":
+            text = "\n".join([*lines, *prose, "Summary of information above:"])
         else:
-            facts = [(vocabulary.key(generator), vocabulary.value(generator)) for _ in prose]
-            key, value = generator.choice(facts)
-            lines = [f"{name}: {number}." for name, number in facts]
-            groups = [" ".join(group) for group in prose]
-            if task == "fda":
-                text = "\n".join(part for pair in zip(groups, lines, strict=True) for part in pair)
-            else:
-                text = "\n".join([*lines, *groups, "Summary of information above:"])
-            row.update(file_name=f"{index}.txt", key=key, value=value, text=f"{text}\n{key}:")
+            text = "\n".join(part for pair in zip(prose, lines, strict=True) for part in pair)
+        if task == "squad_completion":
+            asked = answer_prefix(name)
+            row.update(title=f"passage {index}", context=text, question=asked, text=f"{text}\n{asked}")
+        else:
+            key = needle_sentence(name, value).removesuffix(f": {value}.")
+            row.update(file_name=f"{index}.txt", key=key, text=f"{text}\n{key}:")
         rows.append(row)
     return rows
 
