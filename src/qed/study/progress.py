@@ -22,14 +22,7 @@ class Bars:
 
     def update(self, folders: Iterable[Path], *, num_waiting: int = 0) -> None:
         """``folders``: those that run now."""
-        if num_waiting and self._waiting is None:
-            self._waiting = tqdm(bar_format="{desc}", leave=False, mininterval=self._seconds)
-        if self._waiting is not None:
-            self._waiting.set_description_str(f"{num_waiting} more to run", refresh=False)
-            self._waiting.update()
-            if not num_waiting:
-                self._waiting.close()
-                self._waiting = None
+        self._show_waiting(num_waiting)
         for folder in folders:
             if (folder / "train.json").exists():
                 phase, done = "evaluate", _count_lines(folder / "niah.jsonl")
@@ -46,8 +39,17 @@ class Bars:
     def end(self) -> None:
         """Leave no line behind."""
         self.close(list(self._bars))
-        if self._waiting is not None:
+        self._show_waiting(0)
+
+    def _show_waiting(self, num_waiting: int) -> None:
+        if num_waiting:
+            if self._waiting is None:
+                self._waiting = tqdm(bar_format="{desc}", leave=False)
+            if self._waiting.desc != (text := f"{num_waiting} more to run"):
+                self._waiting.set_description_str(text)
+        elif self._waiting is not None:
             self._waiting.close()
+            self._waiting = None
 
     def _bar(self, folder: Path, phase: str, done: int) -> tqdm:
         if folder not in self._bars:
@@ -62,6 +64,7 @@ class Bars:
             bar.reset(total)
             # What an earlier process did is shown as done, and does not count in the rate.
             bar.initial = bar.n = bar.last_print_n = done
+            bar.refresh()
         return bar
 
 
