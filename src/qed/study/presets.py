@@ -100,9 +100,10 @@ class StudyConfig:
 def laptop() -> StudyConfig:
     """GDN-2 and QED on two CPU cores in minutes: trained at 256 tokens, asked at 256 to 4096.
 
-    What makes it learn in nearly every seed: loss on the answers (and a little of the prose), documents that are mostly
-    of evaluation's own shape and grow from 140 to 256 tokens, small batches, and a slower initial decay than the
-    paper's (``dt_range``), at which most channels forget a needle before its question. Trials: ``docs/laptop.md``.
+    What makes it learn, in ten of ten seeds of each arm: loss on the answers (and a little of the prose), documents
+    that are mostly of evaluation's own shape and grow from 140 to 256 tokens, small batches, and a slower initial
+    decay than the paper's (``dt_range``), at which most channels forget a needle before its question. Trials and seeds:
+    ``docs/laptop.md``.
     """
     length, batch_rows, num_steps = 256, 16, 800
     batch_tokens = batch_rows * length
