@@ -193,10 +193,11 @@ def test_views_and_expanded_inputs():
     a = (0.5 * k).transpose(1, 2).contiguous().transpose(1, 2)
     g = -torch.rand(B, T, H, generator=generator).cuda()
     loose = gated_delta_rule(q, k, v, a, g, backend="triton")
-    dense = gated_delta_rule(
-        *(x.contiguous() for x in (q, k, v, a)), g[..., None].expand(B, T, H, K).contiguous(), backend="triton"
-    )
-    assert all(torch.equal(x, y) for x, y in zip(loose, dense, strict=True))
+    dense = [x.contiguous() for x in (q, k, v, a)]
+    assert all(torch.equal(x, y) for x, y in zip(loose, gated_delta_rule(*dense, g, backend="triton"), strict=True))
+    # One decay a head adds up in another order than the same decay in every channel
+    wide = gated_delta_rule(*dense, g[..., None].expand(B, T, H, K).contiguous(), backend="triton")
+    assert all(rms(x.double() - y.double()) <= 2e-3 * rms(y.double()) for x, y in zip(loose, wide, strict=True))
     x = v.clone().requires_grad_()
     o, _ = gated_delta_rule(q, k, x, a, None, backend="triton")
     o.sum().backward()  # a gradient of stride 0
@@ -278,8 +279,9 @@ def test_repeated_keys_stay_accurate():
     k = k[:, :1].expand_as(k).contiguous()
     for beta in (1.0, 1.9):
         state = torch.zeros(1, 1, 64, 64, device="cuda")
-        o, _ = gated_delta_rule(q, k, v, beta * k, g, initial_state=state, backend="triton")
-        want, _ = gated_delta_rule(
-            *(x.double() for x in (q, k, v, beta * k, g)), initial_state=state.double(), backend="reference"
-        )
-        assert rms(o.double() - want) <= 2e-5 * rms(want), beta
+        inputs = (q, k, v, beta * k, g)
+        o, _ = gated_delta_rule(*inputs, initial_state=state, backend="triton")
+        twin, _ = gated_delta_rule(*inputs, initial_state=state, backend="chunked")
+        want, _ = gated_delta_rule(*(x.double() for x in inputs), initial_state=state.double(), backend="reference")
+        # Float32 loses a digit here, the kernels' 22-bit products four times as much
+        assert rms(o.double() - want) <= 8 * rms(twin.double() - want) + 1e-5 * rms(want), beta

@@ -33,8 +33,8 @@ def draw(result: dict[str, Any], stem: Path) -> list[Path]:
                 [row["p80_ms"] - row["median_ms"] for row in points],
             ]
             axis.errorbar(x, y, spread, marker="o", markersize=3, linewidth=1, label=name)
-        _lengths(axis)
-        axis.set(title=work, ylabel="ms", yscale="log")
+        _lengths(axis, rows)
+        axis.set(title=work, ylabel="ms", ylim=(0, None))
         axis.legend(fontsize="x-small")
     tokens = rows[0]["batch"] * rows[0]["length"]
     figure.suptitle(f"{device}: {tokens:,} tokens, {rows[0]['heads']} heads, K = V = {rows[0]['K']}", fontsize="medium")
@@ -50,7 +50,7 @@ def draw(result: dict[str, Any], stem: Path) -> list[Path]:
         share = [100 * (times["qed", length] / times["gdn2", length] - 1) for length in lengths]
         axis.plot(lengths, share, marker="o", markersize=3, linewidth=1, label=work)
     axis.axhline(0, color="0.6", linewidth=0.8)
-    _lengths(axis)
+    _lengths(axis, rows)
     axis.set(title=f"{device}: QED over GDN-2, our kernels", ylabel="extra time (%)")
     axis.legend(fontsize="x-small")
     figure.savefig(paths[1])
@@ -58,6 +58,8 @@ def draw(result: dict[str, Any], stem: Path) -> list[Path]:
     return paths
 
 
-def _lengths(axis: Any) -> None:
+def _lengths(axis: Any, rows: list[dict[str, Any]]) -> None:
+    lengths = sorted({row["length"] for row in rows})
     axis.set_xscale("log", base=2)
+    axis.set_xticks(lengths, [f"{length:,}" for length in lengths], fontsize="small")
     axis.set_xlabel("sequence length (tokens)")

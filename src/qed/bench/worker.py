@@ -26,6 +26,8 @@ from qed.ops.reference import recurrence as reference
 # where the operators' borders do, plus this much for what is rounded within: the output, each gradient.
 FORWARD_FLOOR = 3e-3
 GRADIENT_FLOOR = 1e-2
+# A parameter's gradient is a sum over all tokens in which most of it cancels and their rounding does not.
+PARAMETER_FLOOR = 3e-2
 # Tokens of the first sequence that the check covers; causality makes them a problem of their own.
 CHECKED_TOKENS = 4096
 # Decode states in one CUDA graph together exceed the cache.
@@ -154,7 +156,8 @@ def _exact(peer: Peer, shape: Shape, tensors: dict[str, Tensor]) -> dict[str, tu
         grads = torch.autograd.grad(o, list(leaves.values()), cotangent.to(o.dtype))
         results.append({"o": o.detach(), **{"d" + name: grad for name, grad in zip(names, grads, strict=True)}})
     exact, plain = results
-    floors = {name: GRADIENT_FLOOR if name[0] == "d" else FORWARD_FLOOR for name in exact}
+    floors = dict.fromkeys(exact, GRADIENT_FLOOR) | {"o": FORWARD_FLOOR}
+    floors |= {"d" + name: PARAMETER_FLOOR for name in work.PARAMETERS if "d" + name in floors}
     return {name: (x, 2 * _error(x, plain[name]) + floors[name]) for name, x in exact.items()}
 
 
