@@ -99,14 +99,19 @@ def reverse_kernel(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def gradient_reads_kernel(
-    q, k, a, g, grad_o, grad_v, residual, states, grad_q, grad_a, grad_g,
+def gradient_kernel(
+    q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g,
     cu, T, N, SEARCH, TOKENS,
     sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h, so_t, so_h,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, sg_k: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
+    NEAR: tl.constexpr,
 ):  # fmt: skip
-    """dq and da of BK channels of 64 tokens, and ``q dq + a da`` into ``grad_g``."""
+    """BK channels of 64 tokens.
+
+    PHASE "reads": dq and da, and ``q dq + a da`` into ``grad_g``. Then "writes": dk, and dg from what is there. NEAR:
+    all pairs may be one product where the decay allows it.
+    """
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
     i_k = pid % NK
@@ -131,145 +136,110 @@ def gradient_reads_kernel(
     p_r = residual + (i_h * TOKENS + start) * V + r * V
     at_s = (i_b.to(tl.int64) * H + i_h) * V * K
     at_k = (start * H + i_h) * K + r * (H * K) + o_c[None, :]
-
-    b_dq = tl.zeros([B, BK], tl.float32)
-    b_da = tl.zeros([B, BK], tl.float32)
-    reads = tl.zeros([B, B], tl.float32)
-    erases = tl.zeros([B, B], tl.float32)
-    for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
-        x_v = i_v * BV + o_v
-        m_v = m_t & (x_v < V)[None, :]
-        b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
-        b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
-        b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
-        b_s = tl.load(states + at_s + x_v[:, None] * K + o_c[None, :], mask=(x_v < V)[:, None] & m_c, other=0.0)
-        b_dq = tl.dot(b_o, b_s, b_dq, input_precision=PREC)
-        b_da = tl.dot(b_v, b_s, b_da, input_precision=PREC)
-        reads = tl.dot(b_o, tl.trans(b_r), reads, input_precision=PREC)
-        erases = tl.dot(b_v, tl.trans(b_r), erases, input_precision=PREC)
-    # A token's own pair is kept apart: no decay lies in it, and without it dg is no difference of large terms where
-    # the decay is strong
-    own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
-    reads = reads.to(DT)
-    erases = erases.to(DT)
-    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-    total = tl.sum(b_g, 0)
-    b_c = tl.cumsum(b_g, 0)
-    b_dq *= tl.exp2(b_c)
-    b_da *= tl.exp2(b_c)
-    if NEAR and tl.min(total) > -2 * HALF:
-        middle = 0.5 * total[None, :]
-        b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * tl.exp2(middle - b_c)).to(DT)
-        reader = tl.exp2(b_c - middle)
-        b_dq += reader * tl.dot(tl.where(r > c, reads, 0.0), b_y, input_precision=PREC)
-        b_da += reader * tl.dot(tl.where(r > c, erases, 0.0), b_y, input_precision=PREC)
-    else:
+    if PHASE == "reads":
+        b_dq = tl.zeros([B, BK], tl.float32)
+        b_da = tl.zeros([B, BK], tl.float32)
+        reads = tl.zeros([B, B], tl.float32)
+        erases = tl.zeros([B, B], tl.float32)
+        for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
+            x_v = i_v * BV + o_v
+            m_v = m_t & (x_v < V)[None, :]
+            b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
+            b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
+            b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
+            b_s = tl.load(states + at_s + x_v[:, None] * K + o_c[None, :], mask=(x_v < V)[:, None] & m_c, other=0.0)
+            b_dq = tl.dot(b_o, b_s, b_dq, input_precision=PREC)
+            b_da = tl.dot(b_v, b_s, b_da, input_precision=PREC)
+            reads = tl.dot(b_o, tl.trans(b_r), reads, input_precision=PREC)
+            erases = tl.dot(b_v, tl.trans(b_r), erases, input_precision=PREC)
+        # A token's own pair is kept apart: no decay lies in it, and without it dg is no difference of large terms where
+        # the decay is strong
+        own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
+        reads = reads.to(DT)
+        erases = erases.to(DT)
         b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-        SPAN = span(b_g)
-        g_high, g_low = split(b_g, DT)
-        for LEVEL in tl.range(SPAN, 7, num_stages=1):
-            reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
-            pairs = pairs_of(i, LEVEL, SPAN, True)
-            b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * writer).to(DT)
-            b_dq += reader * tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
-            b_da += reader * tl.dot(tl.where(pairs, erases, 0.0), b_y, input_precision=PREC)
-    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
-    tl.store(grad_q + at_k, (b_dq + b_k * own).to(grad_q.dtype.element_ty), mask=m)
-    tl.store(grad_a + at_k, (-b_da).to(grad_a.dtype.element_ty), mask=m)
-    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
-    b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
-    tl.store(grad_g + at_k, b_q * b_dq - b_a * b_da, mask=m)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def gradient_writes_kernel(
-    q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_k, grad_g,
-    cu, T, N, SEARCH, TOKENS,
-    sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h, so_t, so_h,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, sg_k: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr, NEAR: tl.constexpr,
-):  # fmt: skip
-    """dk of BK channels of 64 tokens, and dg from what :func:`gradient_reads_kernel` left in ``grad_g``."""
-    NK: tl.constexpr = (K + BK - 1) // BK
-    pid = tl.program_id(0)
-    i_k = pid % NK
-    i_h = ((pid // NK) % H).to(tl.int64)
-    i_b = pid // (NK * H)
-    _, _, end, start = locate(i_b, cu, T, N, SEARCH, B, PACKED)
-    if start >= end:
-        return
-    i = tl.arange(0, B)
-    r, c = i[:, None], i[None, :]
-    o_c = i_k * BK + tl.arange(0, BK)
-    o_v = tl.arange(0, BV)
-    m_t = (i < end - start)[:, None]
-    m_c = (o_c < K)[None, :]
-    m = m_t & m_c
-    p_g = g + start * sg_t + i_h * sg_h + r * sg_t + (o_c * sg_k)[None, :]
-    p_q = q + start * sq_t + i_h * sq_h + r * sq_t + o_c[None, :]
-    p_k = k + start * sk_t + i_h * sk_h + r * sk_t + o_c[None, :]
-    p_a = a + start * sa_t + i_h * sa_h + r * sa_t + o_c[None, :]
-    p_o = grad_o + start * so_t + i_h * so_h + r * so_t
-    p_v = grad_v + (start * H + i_h) * V + r * (H * V)
-    p_r = residual + (i_h * TOKENS + start) * V + r * V
-    at_s = (i_b.to(tl.int64) * H + i_h) * V * K
-    at_k = (start * H + i_h) * K + r * (H * K) + o_c[None, :]
-
-    b_dk = tl.zeros([B, BK], tl.float32)
-    reads = tl.zeros([B, B], tl.float32)
-    erases = tl.zeros([B, B], tl.float32)
-    later = tl.zeros([BK], tl.float32)
-    for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
-        x_v = i_v * BV + o_v
-        m_v = m_t & (x_v < V)[None, :]
-        b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
-        b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
-        b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
-        at = at_s + x_v[:, None] * K + o_c[None, :]
-        b_s = tl.load(states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
-        b_z = tl.load(grad_states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
-        later += tl.sum(b_s.to(tl.float32) * b_z.to(tl.float32), 0)
-        b_dk = tl.dot(b_r, b_z, b_dk, input_precision=PREC)
-        reads = tl.dot(b_r, tl.trans(b_o), reads, input_precision=PREC)
-        erases = tl.dot(b_r, tl.trans(b_v), erases, input_precision=PREC)
-    own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
-    reads = reads.to(DT)
-    erases = erases.to(DT)
-    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-    total = tl.sum(b_g, 0)
-    if NEAR and tl.min(total) > -2 * HALF:
-        middle = 0.5 * total[None, :]
-        b_c = tl.cumsum(b_g, 0) - middle
-        b_dk *= tl.exp2(middle - b_c)
-        reader = tl.exp2(b_c)
-        b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
-        b_w = tl.dot(tl.where(r < c, reads, 0.0), b_y, input_precision=PREC)
-        b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
-        b_w = tl.dot(tl.where(r < c, erases, 0.0), b_y, b_w, input_precision=PREC)
-        b_w *= tl.exp2(-b_c)
+        total = tl.sum(b_g, 0)
+        b_c = tl.cumsum(b_g, 0)
+        b_dq *= tl.exp2(b_c)
+        b_da *= tl.exp2(b_c)
+        if NEAR and tl.min(total) > -2 * HALF:
+            middle = 0.5 * total[None, :]
+            b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * tl.exp2(middle - b_c)).to(DT)
+            reader = tl.exp2(b_c - middle)
+            b_dq += reader * tl.dot(tl.where(r > c, reads, 0.0), b_y, input_precision=PREC)
+            b_da += reader * tl.dot(tl.where(r > c, erases, 0.0), b_y, input_precision=PREC)
+        else:
+            b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+            SPAN = span(b_g)
+            g_high, g_low = split(b_g, DT)
+            for LEVEL in tl.range(SPAN, 7, num_stages=1):
+                reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
+                pairs = pairs_of(i, LEVEL, SPAN, True)
+                b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * writer).to(DT)
+                b_dq += reader * tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
+                b_da += reader * tl.dot(tl.where(pairs, erases, 0.0), b_y, input_precision=PREC)
+        b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
+        tl.store(grad_q + at_k, (b_dq + b_k * own).to(grad_q.dtype.element_ty), mask=m)
+        tl.store(grad_a + at_k, (-b_da).to(grad_a.dtype.element_ty), mask=m)
+        b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
+        b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
+        tl.store(grad_g + at_k, b_q * b_dq - b_a * b_da, mask=m)
     else:
+        b_dk = tl.zeros([B, BK], tl.float32)
+        reads = tl.zeros([B, B], tl.float32)
+        erases = tl.zeros([B, B], tl.float32)
+        later = tl.zeros([BK], tl.float32)
+        for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
+            x_v = i_v * BV + o_v
+            m_v = m_t & (x_v < V)[None, :]
+            b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
+            b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
+            b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
+            at = at_s + x_v[:, None] * K + o_c[None, :]
+            b_s = tl.load(states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
+            b_z = tl.load(grad_states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
+            later += tl.sum(b_s.to(tl.float32) * b_z.to(tl.float32), 0)
+            b_dk = tl.dot(b_r, b_z, b_dk, input_precision=PREC)
+            reads = tl.dot(b_r, tl.trans(b_o), reads, input_precision=PREC)
+            erases = tl.dot(b_r, tl.trans(b_v), erases, input_precision=PREC)
+        own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
+        reads = reads.to(DT)
+        erases = erases.to(DT)
         b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-        SPAN = span(b_g)
-        g_high, g_low = split(b_g, DT)
-        b_dk *= tl.exp2(sums(c > r, g_high, g_low, DT, PREC))
-        b_w = tl.zeros([B, BK], tl.float32)
-        for LEVEL in tl.range(SPAN, 7, num_stages=1):
-            reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
-            pairs = pairs_of(i, LEVEL, SPAN, False)
+        total = tl.sum(b_g, 0)
+        if NEAR and tl.min(total) > -2 * HALF:
+            middle = 0.5 * total[None, :]
+            b_c = tl.cumsum(b_g, 0) - middle
+            b_dk *= tl.exp2(middle - b_c)
+            reader = tl.exp2(b_c)
             b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
-            b_x = tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
+            b_w = tl.dot(tl.where(r < c, reads, 0.0), b_y, input_precision=PREC)
             b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
-            b_x = tl.dot(tl.where(pairs, erases, 0.0), b_y, b_x, input_precision=PREC)
-            b_w += writer * b_x
-    b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
-    tl.store(grad_k + at_k, (b_dk + b_w + b_q * own).to(grad_k.dtype.element_ty), mask=m)
-    b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
-    b_dg = tl.load(grad_g + at_k, mask=m, other=0.0) - b_k * b_w
-    later = tl.exp2(total) * later + tl.sum(b_dg, 0)
-    b_dg -= b_k * b_dk
-    b_dg += later[None, :] - tl.cumsum(b_dg, 0)
-    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-    tl.store(grad_g + at_k, tl.where(b_g < VANISHED, 0.0, b_dg), mask=m)
+            b_w = tl.dot(tl.where(r < c, erases, 0.0), b_y, b_w, input_precision=PREC)
+            b_w *= tl.exp2(-b_c)
+        else:
+            b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+            SPAN = span(b_g)
+            g_high, g_low = split(b_g, DT)
+            b_dk *= tl.exp2(sums(c > r, g_high, g_low, DT, PREC))
+            b_w = tl.zeros([B, BK], tl.float32)
+            for LEVEL in tl.range(SPAN, 7, num_stages=1):
+                reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
+                pairs = pairs_of(i, LEVEL, SPAN, False)
+                b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
+                b_x = tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
+                b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
+                b_x = tl.dot(tl.where(pairs, erases, 0.0), b_y, b_x, input_precision=PREC)
+                b_w += writer * b_x
+        b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
+        tl.store(grad_k + at_k, (b_dk + b_w + b_q * own).to(grad_k.dtype.element_ty), mask=m)
+        b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
+        b_dg = tl.load(grad_g + at_k, mask=m, other=0.0) - b_k * b_w
+        later = tl.exp2(total) * later + tl.sum(b_dg, 0)
+        b_dg -= b_k * b_dk
+        b_dg += later[None, :] - tl.cumsum(b_dg, 0)
+        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+        tl.store(grad_g + at_k, tl.where(b_g < VANISHED, 0.0, b_dg), mask=m)
 
 
 def backward(
@@ -325,10 +295,9 @@ def backward(
         "NEAR": near, "PACKED": problem.packed, "STAGES": plan.gradient_stages, "num_warps": plan.gradient_warps,
         **precision(plan),
     }  # fmt: skip
-    gradient_reads_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
-        q, k, a, g, grad_o, grad_v, residual, states, grad_q, grad_a, grad_g, *common, **options
-    )
-    gradient_writes_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
-        q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_k, grad_g, *common, **options
-    )
+    for phase in ("reads", "writes"):
+        gradient_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
+            q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g, *common,
+            PHASE=phase, **options,
+        )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_a, grad_g, grad_initial

@@ -19,8 +19,9 @@ from qed.train.run import FINAL, RECORD, RESUME, computes_in_bf16
 # Part of the peak that a run is taken to reach when nobody says how fast it is.
 ASSUMED_MFU = 0.3
 # Bytes kept for the backward pass, per token, layer and unit of the hidden size, with bf16 compute (twice in float32).
-# Another library's 346M model of GDN-2 layers at B16 T2048 peaks at 54 GiB: 52 once weights and logits are taken off.
-ACTIVATION_BYTES = 52
+# Compiled: the 340M model at B16 T2048 peaks at 36.1 GiB on an H200 (benchmarks/results/train.json). Else: another
+# library's 346M model of GDN-2 layers peaks at 54 GiB there. Weights and logits are taken off.
+COMPILED_BYTES, EAGER_BYTES = 42, 52
 
 
 def dry_run(
@@ -100,7 +101,8 @@ def memory_bytes(model_config: PreTrainedConfig, config: TrainConfig, num_parame
     """Estimate for one process: float32 weights, gradients and two statistics, kept activations, logits."""
     tokens = config.micro_batch_rows * config.sequence_length
     layers = 2 if config.activation_checkpointing else model_config.num_hidden_layers
-    kept = tokens * layers * model_config.hidden_size * ACTIVATION_BYTES * (1 if bf16 else 2)
+    each = COMPILED_BYTES if config.compile else EAGER_BYTES
+    kept = tokens * layers * model_config.hidden_size * each * (1 if bf16 else 2)
     if config.activation_checkpointing:
         kept += tokens * model_config.num_hidden_layers * model_config.hidden_size * 4
     # Logits in the compute type, then in float32 with their gradient.
