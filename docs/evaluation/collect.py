@@ -76,7 +76,8 @@ def dump(value: Any, depth: int = 3) -> str:
         items = ",\n".join(f"{pad}{json.dumps(key)}: {write(item, level + 1)}" for key, item in value.items())
         return "{\n" + items + "\n" + " " * level + "}"
 
-    return write(value, 0) + "\n"
+    short = json.loads(json.dumps(value), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+    return write(short, 0) + "\n"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -157,7 +158,8 @@ def sweeps(runs: dict[str, dict[str, Record]], kind: str) -> list[str]:
             f"{len(same)} of {len(rows)} comparisons have no discordant pair and are left out.\n"
         )
         head = ["run", "length", "s", "right at s", "right at 1", "n01", "n10", "p", "Holm", "Holm, all runs"]
-        parts.append(table(head, [row for row in rows if row not in same]))
+        if len(same) < len(rows):
+            parts.append(table(head, [row for row in rows if row not in same]))
     return parts
 
 
