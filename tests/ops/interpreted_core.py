@@ -80,6 +80,7 @@ if __name__ == "__main__":
     for row in (
         lambda: compare("plain", 1, 37, 2, 16, 16),
         lambda: compare("odd widths, one strong channel", 2, 35, 1, 20, 8, "mixed"),
+        lambda: compare("several tiles of K and V, one strong channel", 1, 20, 1, 80, 40, "mixed"),
         lambda: compare("no decay", 1, 20, 1, 16, 16, "none"),
         lambda: compare("resets", 1, 40, 1, 16, 16, "resets"),
         lambda: compare("split", 1, 150, 1, 16, 16, segment=64),

@@ -22,7 +22,7 @@ def rows():
 
 def test_outputs_and_every_gradient_against_float64(rows):
     compared = {name: row["errors"] for name, row in rows.items() if "errors" in row}
-    assert len(compared) == 7
+    assert len(compared) == 8
     for name, errors in compared.items():
         assert set(errors) == {"o", "final_state", "q", "k", "v", "a", "g", "initial_state"}
         for field, error in errors.items():
