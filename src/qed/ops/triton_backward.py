@@ -1,8 +1,9 @@
 """Backward kernels of the gated delta rule; the derivation is in docs/kernels.md.
 
 ``reverse`` carries the state's gradient back over the chunks and yields dv. With the residuals and dv known what is
-left needs no inverse, it is the backward of linear attention: two kernels parallel over blocks of 64 tokens, for what
-reads the state (q, a) and for what writes it (k). Names and layouts as in triton_forward.py.
+left needs no inverse, it is the backward of linear attention, parallel over blocks of 64 tokens: ``scores`` for their
+pairs, ``gradient`` for what reads the state (q, a) and again for what writes it (k). Names and layouts as in
+triton_forward.py.
 """
 
 from __future__ import annotations
@@ -99,9 +100,49 @@ def reverse_kernel(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
+def scores_kernel(
+    grad_o, grad_v, residual, reads, erases, own, cu, T, N, SEARCH, TOKENS, so_t, so_h,
+    H: tl.constexpr, V: tl.constexpr, BV: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """``do_i . r_j`` and ``dv_i . r_j`` of 64 tokens for j < i, else zero; ``do_i . r_i`` into ``own``.
+
+    A token's own pair is kept apart: no decay lies in it, and without it dg is no difference of large terms where the
+    decay is strong.
+    """
+    pid = tl.program_id(0)
+    i_h = (pid % H).to(tl.int64)
+    i_b = pid // H
+    _, _, end, start = locate(i_b, cu, T, N, SEARCH, B, PACKED)
+    if start >= end:
+        return
+    i = tl.arange(0, B)
+    r, c = i[:, None], i[None, :]
+    o_v = tl.arange(0, BV)
+    m_t = (i < end - start)[:, None]
+    p_o = grad_o + start * so_t + i_h * so_h + r * so_t
+    p_v = grad_v + (start * H + i_h) * V + r * (H * V)
+    p_r = residual + (i_h * TOKENS + start) * V + r * V
+    b_x = tl.zeros([B, B], tl.float32)
+    b_y = tl.zeros([B, B], tl.float32)
+    for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
+        x_v = (i_v * BV + o_v)[None, :]
+        m_v = m_t & (x_v < V)
+        b_o = tl.load(p_o + x_v, mask=m_v, other=0.0).to(DT)
+        b_v = tl.load(p_v + x_v, mask=m_v, other=0.0).to(DT)
+        b_r = tl.load(p_r + x_v, mask=m_v, other=0.0)
+        b_x = tl.dot(b_o, tl.trans(b_r), b_x, input_precision=PREC)
+        b_y = tl.dot(b_v, tl.trans(b_r), b_y, input_precision=PREC)
+    at = (i_b.to(tl.int64) * H + i_h) * B
+    tl.store(own + at + i, tl.sum(tl.where(r == c, b_x, 0.0), 1))
+    tl.store(reads + at * B + r * B + c, tl.where(r > c, b_x, 0.0).to(DT))
+    tl.store(erases + at * B + r * B + c, tl.where(r > c, b_y, 0.0).to(DT))
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def gradient_kernel(
-    q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g,
-    cu, T, N, SEARCH, TOKENS,
+    q, k, a, g, grad_o, grad_v, residual, states, grad_states, reads, erases, own, later,
+    grad_q, grad_k, grad_a, grad_g, cu, T, N, SEARCH, TOKENS,
     sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h, so_t, so_h,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, sg_k: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, PHASE: tl.constexpr, STAGES: tl.constexpr,
@@ -109,8 +150,8 @@ def gradient_kernel(
 ):  # fmt: skip
     """BK channels of 64 tokens.
 
-    PHASE "reads": dq and da, and ``q dq + a da`` into ``grad_g``. Then "writes": dk, and dg from what is there. NEAR:
-    all pairs may be one product where the decay allows it.
+    PHASE "reads": dq and da, ``q dq + a da`` into ``grad_g``, ``exp(G_C) sum_v S dS`` into ``later``. Then "writes":
+    dk, and dg from what is there. NEAR: all pairs may be one product where the decay allows it.
     """
     NK: tl.constexpr = (K + BK - 1) // BK
     pid = tl.program_id(0)
@@ -134,31 +175,29 @@ def gradient_kernel(
     p_o = grad_o + start * so_t + i_h * so_h + r * so_t
     p_v = grad_v + (start * H + i_h) * V + r * (H * V)
     p_r = residual + (i_h * TOKENS + start) * V + r * V
-    at_s = (i_b.to(tl.int64) * H + i_h) * V * K
+    block = i_b.to(tl.int64) * H + i_h
+    at_s = block * V * K
+    at_x = block * B * B + r * B + c
     at_k = (start * H + i_h) * K + r * (H * K) + o_c[None, :]
+    b_own = tl.load(own + block * B + i)[:, None]
     if PHASE == "reads":
         b_dq = tl.zeros([B, BK], tl.float32)
         b_da = tl.zeros([B, BK], tl.float32)
-        reads = tl.zeros([B, B], tl.float32)
-        erases = tl.zeros([B, B], tl.float32)
+        b_l = tl.zeros([BK], tl.float32)
         for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
             x_v = i_v * BV + o_v
             m_v = m_t & (x_v < V)[None, :]
             b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
             b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
-            b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
-            b_s = tl.load(states + at_s + x_v[:, None] * K + o_c[None, :], mask=(x_v < V)[:, None] & m_c, other=0.0)
+            at = at_s + x_v[:, None] * K + o_c[None, :]
+            b_s = tl.load(states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
+            b_z = tl.load(grad_states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
             b_dq = tl.dot(b_o, b_s, b_dq, input_precision=PREC)
             b_da = tl.dot(b_v, b_s, b_da, input_precision=PREC)
-            reads = tl.dot(b_o, tl.trans(b_r), reads, input_precision=PREC)
-            erases = tl.dot(b_v, tl.trans(b_r), erases, input_precision=PREC)
-        # A token's own pair is kept apart: no decay lies in it, and without it dg is no difference of large terms where
-        # the decay is strong
-        own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
-        reads = reads.to(DT)
-        erases = erases.to(DT)
+            b_l += tl.sum(b_s.to(tl.float32) * b_z.to(tl.float32), 0)
         b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
         total = tl.sum(b_g, 0)
+        tl.store(later + block * K + o_c, b_l * tl.exp2(total), mask=o_c < K)
         b_c = tl.cumsum(b_g, 0)
         b_dq *= tl.exp2(b_c)
         b_da *= tl.exp2(b_c)
@@ -166,8 +205,8 @@ def gradient_kernel(
             middle = 0.5 * total[None, :]
             b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * tl.exp2(middle - b_c)).to(DT)
             reader = tl.exp2(b_c - middle)
-            b_dq += reader * tl.dot(tl.where(r > c, reads, 0.0), b_y, input_precision=PREC)
-            b_da += reader * tl.dot(tl.where(r > c, erases, 0.0), b_y, input_precision=PREC)
+            b_dq += reader * tl.dot(tl.load(reads + at_x), b_y, input_precision=PREC)
+            b_da += reader * tl.dot(tl.load(erases + at_x), b_y, input_precision=PREC)
         else:
             b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
             SPAN = span(b_g)
@@ -176,35 +215,22 @@ def gradient_kernel(
                 reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
                 pairs = pairs_of(i, LEVEL, SPAN, True)
                 b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * writer).to(DT)
-                b_dq += reader * tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
-                b_da += reader * tl.dot(tl.where(pairs, erases, 0.0), b_y, input_precision=PREC)
+                b_dq += reader * tl.dot(tl.where(pairs, tl.load(reads + at_x), 0.0), b_y, input_precision=PREC)
+                b_da += reader * tl.dot(tl.where(pairs, tl.load(erases + at_x), 0.0), b_y, input_precision=PREC)
         b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
-        tl.store(grad_q + at_k, (b_dq + b_k * own).to(grad_q.dtype.element_ty), mask=m)
+        tl.store(grad_q + at_k, (b_dq + b_k * b_own).to(grad_q.dtype.element_ty), mask=m)
         tl.store(grad_a + at_k, (-b_da).to(grad_a.dtype.element_ty), mask=m)
         b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
         b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
         tl.store(grad_g + at_k, b_q * b_dq - b_a * b_da, mask=m)
     else:
         b_dk = tl.zeros([B, BK], tl.float32)
-        reads = tl.zeros([B, B], tl.float32)
-        erases = tl.zeros([B, B], tl.float32)
-        later = tl.zeros([BK], tl.float32)
         for i_v in tl.range(0, (V + BV - 1) // BV, num_stages=STAGES):
             x_v = i_v * BV + o_v
-            m_v = m_t & (x_v < V)[None, :]
-            b_o = tl.load(p_o + x_v[None, :], mask=m_v, other=0.0).to(DT)
-            b_v = tl.load(p_v + x_v[None, :], mask=m_v, other=0.0).to(DT)
-            b_r = tl.load(p_r + x_v[None, :], mask=m_v, other=0.0)
-            at = at_s + x_v[:, None] * K + o_c[None, :]
-            b_s = tl.load(states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
-            b_z = tl.load(grad_states + at, mask=(x_v < V)[:, None] & m_c, other=0.0)
-            later += tl.sum(b_s.to(tl.float32) * b_z.to(tl.float32), 0)
+            b_r = tl.load(p_r + x_v[None, :], mask=m_t & (x_v < V)[None, :], other=0.0)
+            p_z = grad_states + at_s + x_v[:, None] * K + o_c[None, :]
+            b_z = tl.load(p_z, mask=(x_v < V)[:, None] & m_c, other=0.0)
             b_dk = tl.dot(b_r, b_z, b_dk, input_precision=PREC)
-            reads = tl.dot(b_r, tl.trans(b_o), reads, input_precision=PREC)
-            erases = tl.dot(b_r, tl.trans(b_v), erases, input_precision=PREC)
-        own = tl.sum(tl.where(r == c, reads, 0.0), 1)[:, None]
-        reads = reads.to(DT)
-        erases = erases.to(DT)
         b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
         total = tl.sum(b_g, 0)
         if NEAR and tl.min(total) > -2 * HALF:
@@ -213,9 +239,9 @@ def gradient_kernel(
             b_dk *= tl.exp2(middle - b_c)
             reader = tl.exp2(b_c)
             b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
-            b_w = tl.dot(tl.where(r < c, reads, 0.0), b_y, input_precision=PREC)
+            b_w = tl.dot(tl.trans(tl.load(reads + at_x)), b_y, input_precision=PREC)
             b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
-            b_w = tl.dot(tl.where(r < c, erases, 0.0), b_y, b_w, input_precision=PREC)
+            b_w = tl.dot(tl.trans(tl.load(erases + at_x)), b_y, b_w, input_precision=PREC)
             b_w *= tl.exp2(-b_c)
         else:
             b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
@@ -225,19 +251,21 @@ def gradient_kernel(
             b_w = tl.zeros([B, BK], tl.float32)
             for LEVEL in tl.range(SPAN, 7, num_stages=1):
                 reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
-                pairs = pairs_of(i, LEVEL, SPAN, False)
+                pairs = pairs_of(i, LEVEL, SPAN, True)
+                b_x = tl.trans(tl.where(pairs, tl.load(reads + at_x), 0.0))
                 b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
-                b_x = tl.dot(tl.where(pairs, reads, 0.0), b_y, input_precision=PREC)
+                b_u = tl.dot(b_x, b_y, input_precision=PREC)
+                b_x = tl.trans(tl.where(pairs, tl.load(erases + at_x), 0.0))
                 b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
-                b_x = tl.dot(tl.where(pairs, erases, 0.0), b_y, b_x, input_precision=PREC)
-                b_w += writer * b_x
+                b_u = tl.dot(b_x, b_y, b_u, input_precision=PREC)
+                b_w += writer * b_u
         b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
-        tl.store(grad_k + at_k, (b_dk + b_w + b_q * own).to(grad_k.dtype.element_ty), mask=m)
+        tl.store(grad_k + at_k, (b_dk + b_w + b_q * b_own).to(grad_k.dtype.element_ty), mask=m)
         b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
         b_dg = tl.load(grad_g + at_k, mask=m, other=0.0) - b_k * b_w
-        later = tl.exp2(total) * later + tl.sum(b_dg, 0)
+        b_l = tl.load(later + block * K + o_c, mask=o_c < K, other=0.0) + tl.sum(b_dg, 0)
         b_dg -= b_k * b_dk
-        b_dg += later[None, :] - tl.cumsum(b_dg, 0)
+        b_dg += b_l[None, :] - tl.cumsum(b_dg, 0)
         b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
         tl.store(grad_g + at_k, tl.where(b_g < VANISHED, 0.0, b_dg), mask=m)
 
@@ -283,21 +311,24 @@ def backward(
     grad_g = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     # Tiles under 128 bytes wide are compiled wrongly for Hopper (Triton 3.6): narrow heads are padded
     channels = max(64, min(plan.gradient_channels, BK))
-    common = (
-        cu, problem.length, problem.num_docs, problem.search, tokens,
-        q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
-        grad_o.stride(1), grad_o.stride(2),
-    )  # fmt: skip
+    units = cu, problem.length, problem.num_docs, problem.search, tokens
+    so_t, so_h = grad_o.stride(1), grad_o.stride(2)
     # Float32 products of the short form are compiled wrongly for Hopper (Triton 3.6); interpreted, it is checked
     near = plan.operand is torch.bfloat16 or not q.is_cuda
     options = {
-        "H": H, "K": K, "V": V, "BK": channels, "BV": min(plan.gradient_rows, max(64, BV)), "sg_k": g.stride(3),
-        "NEAR": near, "PACKED": problem.packed, "STAGES": plan.gradient_stages, "num_warps": plan.gradient_warps,
-        **precision(plan),
+        "H": H, "V": V, "BV": min(plan.gradient_rows, max(64, BV)), "PACKED": problem.packed,
+        "STAGES": plan.gradient_stages, "num_warps": plan.gradient_warps, **precision(plan),
     }  # fmt: skip
+    blocks = problem.units(BLOCK)
+    reads, erases = (q.new_empty(blocks, H, BLOCK, BLOCK, dtype=plan.operand) for _ in range(2))
+    own = q.new_empty(blocks, H, BLOCK, dtype=torch.float32)
+    later = q.new_empty(blocks, H, K, dtype=torch.float32)
+    scores_kernel[(blocks * H,)](grad_o, grad_v, residual, reads, erases, own, *units, so_t, so_h, **options)
     for phase in ("reads", "writes"):
-        gradient_kernel[(problem.units(BLOCK) * H * triton.cdiv(K, channels),)](
-            q, k, a, g, grad_o, grad_v, residual, states, grad_states, grad_q, grad_k, grad_a, grad_g, *common,
-            PHASE=phase, **options,
+        gradient_kernel[(blocks * H * triton.cdiv(K, channels),)](
+            q, k, a, g, grad_o, grad_v, residual, states, grad_states, reads, erases, own, later,
+            grad_q, grad_k, grad_a, grad_g, *units,
+            q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
+            so_t, so_h, K=K, BK=channels, sg_k=g.stride(3), NEAR=near, PHASE=phase, **options,
         )  # fmt: skip
     return grad_q, grad_k, grad_v, grad_a, grad_g, grad_initial
