@@ -310,7 +310,7 @@ def backward(
     grad_q, grad_k, grad_a = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, a))
     grad_g = torch.empty(g.shape, dtype=torch.float32, device=g.device)
     # Tiles under 128 bytes wide are compiled wrongly for Hopper (Triton 3.6): narrow heads are padded
-    channels = max(64, min(plan.gradient_channels, BK))
+    channels = max(min(64, plan.gradient_channels), min(plan.gradient_channels, BK))
     units = cu, problem.length, problem.num_docs, problem.search, tokens
     so_t, so_h = grad_o.stride(1), grad_o.stride(2)
     # Float32 products of the short form are compiled wrongly for Hopper (Triton 3.6); interpreted, it is checked
