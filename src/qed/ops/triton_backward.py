@@ -213,7 +213,7 @@ def gradient_kernel(
             g_high, g_low = split(b_g, DT)
             for LEVEL in tl.range(SPAN, 7, num_stages=1):
                 reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
-                pairs = pairs_of(i, LEVEL, SPAN, True)
+                pairs = pairs_of(i, LEVEL, SPAN)
                 b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * writer).to(DT)
                 b_dq += reader * tl.dot(tl.where(pairs, tl.load(reads + at_x), 0.0), b_y, input_precision=PREC)
                 b_da += reader * tl.dot(tl.where(pairs, tl.load(erases + at_x), 0.0), b_y, input_precision=PREC)
@@ -251,7 +251,7 @@ def gradient_kernel(
             b_w = tl.zeros([B, BK], tl.float32)
             for LEVEL in tl.range(SPAN, 7, num_stages=1):
                 reader, writer = pair_decay(g_high, g_low, i, LEVEL, SPAN, DT, PREC)
-                pairs = pairs_of(i, LEVEL, SPAN, True)
+                pairs = pairs_of(i, LEVEL, SPAN)
                 b_x = tl.trans(tl.where(pairs, tl.load(reads + at_x), 0.0))
                 b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
                 b_u = tl.dot(b_x, b_y, input_precision=PREC)

@@ -68,8 +68,8 @@ def pair_decay(high, low, i, LEVEL, SPAN, DT: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def pairs_of(i, LEVEL, SPAN, READER: tl.constexpr):
-    """``[tokens, tokens]``: whether the pair of a row's and a column's token is LEVEL's; rows are READER or writer.
+def pairs_of(i, LEVEL, SPAN):
+    """``[tokens, tokens]``: whether the pair of a row's token, the reader, and a column's is LEVEL's.
 
     Levels from SPAN on hold every pair of a later reader and an earlier writer once.
     """
@@ -78,11 +78,7 @@ def pairs_of(i, LEVEL, SPAN, READER: tl.constexpr):
     begin = (i >> size) << size
     end = begin + (1 << size)
     second = (i >> size) & 1 == 1
-    if READER:
-        first = tl.where(within, begin, tl.where(second, begin - (1 << size), end))
-        last = tl.where(within, i, begin)
-    else:
-        first = tl.where(within, i + 1, end)
-        last = tl.where(within, end, tl.where(second, end, end + (1 << size)))
+    first = tl.where(within, begin, tl.where(second, begin - (1 << size), end))
+    last = tl.where(within, i, begin)
     c = i[None, :]
     return (c >= first[:, None]) & (c < last[:, None])

@@ -129,7 +129,7 @@ def prepare_kernel(
                 high, low = split(x_g, DT)
                 for LEVEL in tl.range(1, 5):
                     reader, writer = pair_decay(high, low, i, LEVEL, 0, DT, PREC)
-                    pairs = pairs_of(i, LEVEL, 0, True)
+                    pairs = pairs_of(i, LEVEL, 0)
                     x_c = tl.trans((x_k * writer).to(DT))
                     far_reads += tl.where(pairs, tl.dot((x_q * reader).to(DT), x_c, input_precision=PREC), 0.0)
                     far_erases += tl.where(pairs, tl.dot((x_a * reader).to(DT), x_c, input_precision=PREC), 0.0)
@@ -144,9 +144,9 @@ def prepare_kernel(
     reads = tl.where(r >= c, reads, 0.0)
     erases = tl.where(r > c, erases, 0.0)
     # Blocks of 1, 2, 4, 8 tokens merge in pairs: (D + L)^-1 = D^-1 - D^-1 L D^-1, exact since L D^-1 L = 0
-    inverse = tl.where(r == c, 1.0, 0.0) - tl.where(pairs_of(i, 1, 0, True), erases, 0.0)
+    inverse = tl.where(r == c, 1.0, 0.0) - tl.where(pairs_of(i, 1, 0), erases, 0.0)
     for LEVEL in tl.static_range(2, 5):
-        right = tl.dot(tl.where(pairs_of(i, LEVEL, 0, True), erases, 0.0), inverse, input_precision=EXACT)
+        right = tl.dot(tl.where(pairs_of(i, LEVEL, 0), erases, 0.0), inverse, input_precision=EXACT)
         inverse -= tl.dot(inverse, right, input_precision=EXACT)
     reads = tl.dot(reads.to(DT), inverse.to(DT), input_precision=PREC)
     tl.store(o_m + first * C + r * C + c, reads.to(DT), mask=m_t)
