@@ -2,12 +2,10 @@ import ast
 from dataclasses import asdict
 
 import pytest
-import torch
 
 from qed.bench import main
-from qed.bench.tune import candidates, rewrite, search
+from qed.bench.tune import DEFAULTS, candidates, neighbours, rewrite, search
 from qed.ops import tiles
-from qed.ops.tiles import Plan
 
 TEXT = """X = 1
 TABLE: dict[tuple[str, int, int], dict[str, int]] = {}
@@ -30,7 +28,7 @@ def test_search_changes_one_field_at_a_time_and_refuses_what_fails():
         # noise alone is no reason to change
         return 10 - 2 * (plan.prepare_warps == 1) - 0.05 * (plan.walk_warps == 8) - (plan.gradient_warps == 4)
 
-    start = Plan(torch.bfloat16, "tf32", "tf32x3")
+    start = DEFAULTS
     best, ms = search(start, score)
     assert (best.prepare_warps, best.gradient_warps, best.walk_rows) == (1, 4, start.walk_rows)
     assert best.walk_warps == start.walk_warps
@@ -41,11 +39,17 @@ def test_search_changes_one_field_at_a_time_and_refuses_what_fails():
 
 
 def test_every_candidate_is_what_the_tests_check():
-    plan = asdict(Plan(torch.bfloat16, "tf32", "tf32x3"))
+    plan = asdict(DEFAULTS)
     for field, values in candidates().items():
         assert plan[field] in values
         assert all(isinstance(value, int) for value in values)
         assert {row[field] for row in tiles.SELECTABLE if field in row} <= set(values)
+
+
+def test_what_the_search_tries_first_is_compiled_ahead():
+    tried = []
+    search(DEFAULTS, lambda plan: tried.append(plan) or 1.0)
+    assert neighbours(DEFAULTS) == tried
 
 
 def test_the_table_is_rewritten_row_by_row():
@@ -74,3 +78,10 @@ def test_the_source_holds_a_table_that_can_be_rewritten():
 def test_tuning_needs_a_gpu():
     with pytest.raises(ValueError, match="needs a CUDA device"):
         main(["tune", "--device", "cpu"])
+
+
+@pytest.mark.parametrize("size", ["128", "128x", "0x64", "128x512"])
+def test_wrong_sizes_are_named(size, capsys):
+    with pytest.raises(SystemExit):
+        main(["tune", "--sizes", size])
+    assert "is not KxV with widths from 1 to 256" in capsys.readouterr().err

@@ -9,6 +9,7 @@ Importing this module is cheap, so that a command line can be built from it; tor
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 __all__ = ["add_arguments", "bench", "main"]
@@ -27,7 +28,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warm", action="store_true", help="first compile what peers that tune themselves will try, in parallel"
     )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=_size,
+        metavar="KxV",
+        help="widths to tune, such as 128x128 (default: three square ones)",
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of results and figures")
+
+
+def _size(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    if match is None or not all(1 <= int(width) <= 256 for width in match.groups()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not KxV with widths from 1 to 256, such as 128x128")
+    return int(match[1]), int(match[2])
 
 
 def bench(args: argparse.Namespace) -> int:

@@ -1,13 +1,18 @@
 """``qed bench tune``: measure the kernels' tile choices on this card and rewrite the table in ``qed/ops/tiles.py``.
 
 A search one field at a time: a candidate is first held to float64 (outputs and every gradient), then timed, and kept
-where it is faster by more than the noise. Run it on another card, or after a change of compiler, and commit the result.
+where it is faster by more than the noise. All are compiled first, in as many processes as there are processors. Run it
+on another card, or after a change of compiler, and commit the result.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +29,7 @@ from qed.ops.tiles import Plan
 from qed.records import write_text
 
 SIZES = ((64, 64), (128, 128), (256, 256))
-DEFAULTS = Plan(torch.bfloat16, "tf32", "tf32x3")
+DEFAULTS = tiles.plan_for(torch.bfloat16, 0, 0)
 # Largest relative RMS error of an output or a gradient against float64 in bf16.
 LIMIT = 2e-2
 # A candidate has to be this much faster to be kept.
@@ -40,6 +45,12 @@ def candidates() -> dict[str, tuple[int, ...]]:
     rows = (asdict(DEFAULTS), tiles.CONSERVATIVE, *tiles.SELECTABLE)
     fields = {field for row in rows[1:] for field in row}
     return {field: tuple(sorted({row[field] for row in rows if field in row})) for field in sorted(fields)}
+
+
+def neighbours(plan: Plan) -> list[Plan]:
+    """``plan``, then every plan that a candidate's value for one field makes of it."""
+    changed = (replace(plan, **{field: value}) for field, values in candidates().items() for value in values)  # type: ignore[arg-type]
+    return [plan, *(other for other in changed if other != plan)]
 
 
 def search(start: Plan, score: Score) -> tuple[Plan, float]:
@@ -69,8 +80,9 @@ def tune(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     card = tiles.card(device)
     path = Path(tiles.__file__)
-    for K, V in SIZES:
+    for K, V in args.sizes or SIZES:
         start = tiles.plan_for(torch.bfloat16, K, V, card)
+        compile_all(K, V, card, args.device)
         plan, ms = search(start, scorer(Shape(16, 2048, K=K, V=V), args.device))
         fields = {name: value for name, value in asdict(plan).items() if value != getattr(DEFAULTS, name)}
         comment = f"{torch.cuda.get_device_name(device)}, B16 T2048 H6, forward and backward {ms:.3f} ms"
@@ -78,6 +90,29 @@ def tune(args: argparse.Namespace) -> int:
         print(f"{card} K{K} V{V}: {ms:.3f} ms with {fields or 'the defaults'}")
     print(f"wrote {path}; run tests/gpu before committing it")
     return 0
+
+
+def compile_all(K: int, V: int, card: str, device: str) -> None:
+    """Compile what :func:`search` will try into Triton's disk cache; what fails here fails there, and says why."""
+    count = os.cpu_count() or 1
+    tasks = [{"K": K, "V": V, "card": card, "device": device, "index": i, "count": count} for i in range(count)]
+    command = [sys.executable, "-m", "qed.bench.tune"]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    processes = [subprocess.Popen([*command, json.dumps(task)], **quiet) for task in tasks]  # type: ignore[call-overload]
+    try:
+        for process in tqdm(processes, desc="compiling", unit="process"):
+            process.wait()
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def main(task: dict[str, Any]) -> None:
+    """Compile one process's share of the plans; ``task``: K, V, card, device, index, count."""
+    K, V = task["K"], task["V"]
+    score = scorer(Shape(1, CHECK, K=K, V=V), task["device"])
+    for plan in neighbours(tiles.plan_for(torch.bfloat16, K, V, task["card"]))[task["index"] :: task["count"]]:
+        score(plan)
 
 
 def scorer(shape: Shape, device: str) -> Score:
@@ -136,3 +171,7 @@ def rewrite(text: str, key: tuple[str, int, int], fields: dict[str, Any], commen
     body = "".join(f"{note}    {row}\n" for note, row in sorted(rows, key=lambda item: item[1]))
     head = text[table.start() : table.end()].split("{")[0]
     return f"{text[: table.start()]}{head}{{\n{body}}}\n{text[table.end() :]}"
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -379,7 +379,7 @@ def prepare(
     prepare_kernel[(num_chunks * H,)](
         q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, problem.length, problem.num_docs, problem.search, tokens,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
-        H=H, K=K, BK=min(plan.prepare_channels, width(K)), sg_k=g.stride(3), EXACT=plan.exact, PACKED=problem.packed,
+        H=H, K=K, BK=min(plan.prepare_channels, width(K)), sg_k=g.stride(3), EXACT=plan.inverse, PACKED=problem.packed,
         INVERSE=inverse, num_warps=plan.prepare_warps, **precision(plan),
     )  # fmt: skip
     return o_q, o_a, o_k, o_m, o_t, o_d
