@@ -1,6 +1,7 @@
 import ast
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -55,6 +56,14 @@ def test_everything_on_two_kinds_of_model_then_skips(runs, monkeypatch):
     assert len(text.splitlines()) == len(rows) + 1
     compared = commands.compare([given[0]], [given[1]])
     assert {row["evaluation"] for row in compared} == {"niah", "recall", "loss"}
+    with pytest.raises(ValueError, match="twice"):
+        commands.compare([given[0]] * 2, [given[1]] * 2)
+    for name, folder in (("qed", "qed-seed0"), ("llama", "llama-seed0")):
+        (runs / "kept" / name).mkdir(parents=True)
+        for file in ("loss.json", "loss.jsonl"):
+            shutil.copyfile(runs / folder / file, runs / "kept" / name / file)
+    without_checkpoint = commands.compare([str(runs / "kept" / "qed")], [str(runs / "kept" / "llama")])
+    assert without_checkpoint == [row for row in compared if row["evaluation"] == "loss"]
 
     # The collector reads these records: a table for each, and every score of theirs in the JSON.
     arguments = ["collect.py", str(runs / "llama-seed0"), str(runs / "qed-seed0"), "--out", str(runs / "table")]

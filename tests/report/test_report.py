@@ -51,6 +51,19 @@ def test_paired_counts_and_exact_p_values_are_those_of_the_rows(run_folders, con
         assert row["p_holm"] >= row["p"]
 
 
+def test_training_losses_are_subtracted_within_a_seed_at_shared_steps(run_folders, tmp_path):
+    folders = [folder for folder in run_folders if folder.name in ("gdn2-seed0", "qed-seed0", "qed-seed1")]
+    folders = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
+    logs = {folder.name: read_rows(folder / "train.jsonl") for folder in folders}
+    write_rows(tmp_path / "gdn2-seed0" / "train.jsonl", logs["gdn2-seed0"][1::2])
+    figure = assemble(load_runs(folders), title="shared steps")["figures"]["training-loss-difference"]
+    (series,) = figure["series"]
+    losses = [{row["tokens"]: row["loss"] for row in logs[name]} for name in ("qed-seed0", "gdn2-seed0")]
+    assert (series["arm"], series["seed"]) == ("qed", 0)
+    assert series["x"] == [row["tokens"] for row in logs["gdn2-seed0"][1::2]]
+    assert series["y"] == [losses[0][x] - losses[1][x] for x in series["x"]]
+
+
 def test_a_run_that_never_learned_is_named(content):
     assert "1 of 10 runs never learned the task" in said(content, "caution")
     assert "qed-seed3" in said(content, "caution")

@@ -140,8 +140,15 @@ def everything(
 
 
 def compare(first: Sequence[str], second: Sequence[str], *, out: str | None = None) -> list[Row]:
-    """``second - first`` for all that both finished: a row for each pair, and for several pairs one that pools them."""
-    folders = [[checkpoint.folder for checkpoint in find_checkpoints(side)] for side in (first, second)]
+    """``second - first`` for all that both finished: a row for each pair, and for several pairs one that pools them.
+
+    A folder that holds finished evaluations needs no checkpoint.
+    """
+    folders = [[_results(given) for given in side] for side in (first, second)]
+    for side in folders:
+        for i, folder in enumerate(side):
+            if folder in side[:i]:
+                raise ValueError(f"{folder} is given twice on one side; wanted a folder for each seed")
     result = comparison.compare(*folders, out=out)
     rows = []
     for kind in comparison.KINDS:
@@ -154,6 +161,12 @@ def compare(first: Sequence[str], second: Sequence[str], *, out: str | None = No
                 rows.append({**group, "pair": "pooled", "difference": pooled["estimate"], **shown})
     rows += [{"evaluation": "loss", "pair": i, **pair} for i, pair in enumerate(result.get("loss", ()))]
     return rows
+
+
+def _results(given: str) -> Path:
+    if any((Path(given) / f"{name}.json").is_file() for name in (*comparison.KINDS, "loss")):
+        return Path(given)
+    return find_checkpoints([given])[0].folder
 
 
 def table(rows: Sequence[Row]) -> str:

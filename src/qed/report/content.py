@@ -182,6 +182,7 @@ def _training(needle: values.Needle) -> list[Part]:
     )
     return [
         ("figure", "training-loss", loss),
+        ("figure", "training-loss-difference", figures.loss_difference_figure(needle.runs)),
         ("figure", "training-strength", strength),
         ("table", "runs", values.runs_table(needle)),
     ]

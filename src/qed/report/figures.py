@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from . import text
-from .comparisons import contrast_label, differences
+from .comparisons import contrast_label, differences, pairs
 from .runs import Run
-from .values import Needle, curve
+from .values import Needle, curve, thinned
 
 MEAN_FROM_SEEDS = 3
 CROWDED_FROM_RUNS = 13
@@ -242,6 +242,41 @@ def curve_figure(
     return figure(
         title, caption, series, x={"label": f"training {axis}", "scale": "linear"}, y={"label": label, "scale": scale}
     )
+
+
+def loss_difference_figure(runs: list[Run]) -> dict[str, Any] | None:
+    """Logged training loss less that of GDN-2 with the same seed, at the token counts that both logs hold."""
+    series: list[dict[str, Any]] = []
+    for arm in dict.fromkeys(run.arm for run in runs if run.arm != "gdn2"):
+        for pair in pairs(runs, arm, "gdn2"):
+            losses = [{row["tokens"]: row["loss"] for row in run.log if _counted(row)} for run in pair]
+            shared = sorted(losses[0].keys() & losses[1].keys())
+            if len(shared) > 1:
+                shared = [shared[i] for i in thinned(len(shared))]
+                series.append(
+                    {
+                        "label": f"{text.arm_label(arm)}, seed {pair[0].seed}",
+                        "arm": arm,
+                        "seed": pair[0].seed,
+                        "role": "curve",
+                        "x": shared,
+                        "y": [losses[0][x] - losses[1][x] for x in shared],
+                    }
+                )
+    if not series:
+        return None
+    return figure(
+        "Training loss less GDN-2's",
+        "Differences of the logged steps between runs of one seed; below zero the arm's loss is the lower one.",
+        series,
+        x={"label": "training tokens", "scale": "linear"},
+        y={"label": "difference, nats", "scale": "linear"},
+        marks=[{"y": 0, "label": ""}],
+    )
+
+
+def _counted(row: dict[str, Any]) -> bool:
+    return all(isinstance(row.get(key), int | float) for key in ("tokens", "loss"))
 
 
 def _length_axis(lengths: list[int]) -> dict[str, Any]:
