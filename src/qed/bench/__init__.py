@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "action", nargs="?", default="run", choices=["run", "show", "tune"],
         help="measure; print and draw the last result; search the kernels' tiles on this card and rewrite their table",
     )  # fmt: skip
-    parser.add_argument("--device", help="such as cuda:1 or cpu (default: cuda where there is one)")
+    parser.add_argument("--device", help="cuda:1, cpu; to show, also a file's name (default: cuda if there is one)")
     parser.add_argument("--peers", nargs="+", metavar="NAME", help="some peers only; a wrong name lists them all")
     parser.add_argument("--quick", action="store_true", help="leave out the lengths that only the figures need")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one peer's process may take")

@@ -41,14 +41,17 @@ def bench(args: argparse.Namespace) -> int:
         from qed.bench.tune import tune
 
         return tune(args)
-    path = args.out / f"{_slug(args.device)}.json"
+    # results of a card that is not here can be shown by their own name
+    named = args.action == "show" and (args.out / f"{args.device}.json").exists()
+    slug = args.device if named else _slug(args.device)
+    path = args.out / f"{slug}.json"
     if args.action == "run":
         _run(args, path)
     elif not path.exists():
         raise ValueError(f"no results at {path}; make them with `qed bench run --device {args.device}`")
     result = read_json(path)
     print(table(result))
-    for figure in draw.draw(result, args.out / _slug(args.device)):
+    for figure in draw.draw(result, args.out / slug):
         print(figure)
     return int(any(row["library"] == "qed" and row["status"] != "ok" for row in result["rows"]))
 

@@ -19,12 +19,12 @@ PROGRAMS = 192
 @dataclass(frozen=True)
 class Plan:
     """How one call is cut up. ``operand`` is the dtype of products' operands; ``precision``, ``inverse`` and ``exact``
-    are Triton's ``input_precision`` for them, for a chunk's inverse and for joined states; rows are of V, channels of K."""
+    are Triton's ``input_precision`` for them, a chunk's inverse and joined states; rows are of V, channels of K."""
 
     operand: torch.dtype
     precision: str
-    inverse: str = "tf32x3"
-    exact: str = "tf32x3"
+    inverse: str
+    exact: str
     prepare_channels: int = 64
     prepare_warps: int = 1
     walk_rows: int = 64
@@ -82,13 +82,13 @@ def plan_for(dtype: torch.dtype, K: int, V: int, card: str = "sm90") -> Plan:
     known = any(row[0] == card for row in TABLE) or card == "sm90"
     changes = dict({} if known else CONSERVATIVE)
     if dtype is torch.bfloat16:
-        return Plan(torch.bfloat16, "tf32", "bf16x3", **{**changes, **TABLE.get((card, K, V), {})})
+        return Plan(torch.bfloat16, "tf32", "bf16x3", "tf32x3", **{**changes, **TABLE.get((card, K, V), {})})
     # float32 operands, not pipelined: float16 keeps its precision and gains float32's range
     changes.update(walk_stages=1, reverse_stages=1, gradient_rows=32, gradient_stages=1)
     if not known and dtype is torch.float32:
         # 72 KiB of shared memory in place of 112
         changes.update(gradient_channels=32)
-    return Plan(torch.float32, "tf32" if dtype is torch.float16 else "tf32x3", **changes)
+    return Plan(torch.float32, "tf32" if dtype is torch.float16 else "tf32x3", "tf32x3", "tf32x3", **changes)
 
 
 def segment_length(num_docs: int, length: int, num_heads: int, V: int, *, packed: bool) -> int:
