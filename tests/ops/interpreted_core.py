@@ -10,7 +10,8 @@ from itertools import pairwise
 
 import torch
 
-from qed.ops import reference, triton_backward, triton_forward
+from qed.ops import ARMS, gated_delta_rule, recurrence_inputs, reference, triton_backward, triton_forward
+from qed.ops.fused import prefill_op
 from qed.ops.library import forward_op
 from qed.testing import NAMES, make_inputs
 
@@ -68,10 +69,53 @@ def causality():
     return {"case": "causality", "equal": all(equal)}
 
 
+def projections(B, T, H, K, V, scale):
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    streams = [normal(B, T, H, n) for n in (K, K, V, K, K, V)]
+    streams[3] *= scale
+    return streams, [normal(H), normal(H, K), 0.25 * normal(H).sigmoid()], normal(H, K)
+
+
+def prefill(name, shape, arm, scale, offsets=None, *, state=True):
+    streams, parameters, z = projections(*shape, scale)
+    B, _, H, K, V = shape
+    cu = None if offsets is None else torch.tensor(offsets)
+    state = torch.randn(len(offsets) - 1 if offsets else B, H, K, V) if state else None
+    wide = [x.double() for x in (*streams, *parameters)]
+    inputs = recurrence_inputs(*wide, arm=arm, random_direction=z.double())
+    start = None if state is None else state.double()
+    want = gated_delta_rule(*inputs, initial_state=start, cu_seqlens=cu, backend="reference")
+    a = ARMS[arm]
+    got = prefill_op(*streams, *parameters, z, state, cu, a.direction, a.gate, a.project)
+    errors = {n: ((x - y).norm() / y.norm()).item() for n, x, y in zip(FIELDS, got, want, strict=False)}
+    return {"case": name, "errors": errors}
+
+
+def prefill_causality():
+    streams, parameters, _ = projections(1, 33, 1, 16, 16, 30)
+    o = prefill_op(*streams, *parameters, None, None, None, "query", True, True)[0]
+    equal = []
+    for cut in (1, 7, 16, 20):
+        later = [x.clone() for x in streams]
+        for x in later:
+            x[:, cut:] += 1
+        later[3][:, cut:] = 1e4
+        changed = prefill_op(*later, *parameters, None, None, None, "query", True, True)[0]
+        equal.append(torch.equal(changed[:, :cut], o[:, :cut]))
+    return {"case": "prefill causality", "equal": all(equal)}
+
+
 def registration():
     inputs = make_inputs(1, 17, 1, 16, 16, generator=torch.Generator().manual_seed(0))
     inputs = [x.requires_grad_() for x in (*inputs, torch.zeros(1, 1, 16, 16))]
     results = torch.library.opcheck(forward_op, (*inputs, None), test_utils=CHECKS)
+    streams, parameters, z = projections(1, 17, 1, 16, 16, 1)
+    arguments = (*streams, *parameters, z, None, torch.tensor([0, 5, 17]), "random", True, True)
+    results |= {f"prefill {k}": v for k, v in torch.library.opcheck(prefill_op, arguments, test_utils=CHECKS).items()}
     return {"case": "registration", "equal": set(results.values()) == {"SUCCESS"}}
 
 
@@ -87,6 +131,10 @@ if __name__ == "__main__":
         lambda: compare("packed", 1, 90, 1, 16, 16, "resets", offsets),
         lambda: compare("packed and split", 1, 90, 1, 16, 16, "usual", offsets, segment=64),
         causality,
+        lambda: prefill("prefill", (2, 37, 1, 20, 8), "qed", 3),
+        lambda: prefill("prefill, far decays", (1, 20, 2, 80, 16), "qed", 60, state=False),
+        lambda: prefill("prefill, packed, a random direction", (1, 90, 1, 16, 24), "qed-rand", 30, offsets),
+        prefill_causality,
         registration,
     ):
         print(json.dumps(row()), flush=True)

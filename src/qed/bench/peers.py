@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qed.bench.work import LEAVES
-from qed.ops import decode_inputs_step_, decode_step_, gated_delta_rule, recurrence_inputs
+from qed.ops import decode_inputs_step_, decode_step_, gated_delta_rule, gated_delta_rule_from_projections
 
 Call = Callable[[dict[str, Tensor]], tuple[Tensor, "Tensor | None"]]
 Step = Callable[[dict[str, Tensor], Tensor], tuple[Tensor, Tensor]]
@@ -42,10 +42,8 @@ class Peer:
 
 def _ours(arm: str, backend: str | None) -> Call:
     def call(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        raw = [x[name] for name in LEAVES["gdn2"]]
-        strength = x["strength"] if arm == "qed" else torch.zeros_like(x["A_log"])
-        inputs = recurrence_inputs(*raw, strength, arm=arm)  # type: ignore[misc, arg-type]
-        return gated_delta_rule(*inputs, backend=backend)
+        # strength too: an arm without a direction takes it and does not read it
+        return gated_delta_rule_from_projections(*(x[name] for name in LEAVES["qed"]), arm=arm, backend=backend)
 
     return call
 
@@ -56,9 +54,8 @@ def _core(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 def _our_step(arm: str) -> Step:
     def step(x: dict[str, Tensor], state: Tensor) -> tuple[Tensor, Tensor]:
-        raw = [x[name] for name in LEAVES["gdn2"]]
-        strength = x["strength"] if arm == "qed" else torch.zeros_like(x["A_log"])
-        return decode_inputs_step_(*raw, strength, state, arm=arm), state  # type: ignore[misc, call-arg, arg-type]
+        raw = [x[name] for name in LEAVES["qed"]]
+        return decode_inputs_step_(*raw, state, arm=arm), state  # type: ignore[misc, arg-type]
 
     return step
 

@@ -18,14 +18,14 @@ from qed.model.config import QEDConfig
 from qed.ops import (
     decode_inputs_step_,
     gated_delta_rule,
+    gated_delta_rule_from_projections,
     gated_norm,
     get_arm,
     recurrence_inputs,
     short_convolution,
 )
+from qed.ops.inputs import INPUT_BACKEND
 
-# Which form of the operator's inputs goes with which form of the operator.
-INPUT_BACKEND = {None: None, "reference": "torch", "chunked": "torch", "triton": "triton"}
 FLOAT32_NAMES = ("A_log", "dt_bias", "theta", "random_direction")
 
 
@@ -179,8 +179,17 @@ class QEDMixer(nn.Module):
                     random_direction=self.random_direction,
                 )
             else:
-                inputs = self._inputs(streams, padding)
-                o, state = gated_delta_rule(*inputs, initial_state=state, cu_seqlens=cu_seqlens, backend=backend)
+                if padding is None:
+                    o, state = gated_delta_rule_from_projections(
+                        *streams,
+                        arm=self.config.arm,
+                        random_direction=self.random_direction,
+                        initial_state=state,
+                        cu_seqlens=cu_seqlens,
+                        backend=backend,
+                    )
+                else:
+                    o, state = gated_delta_rule(*self._inputs(streams, padding), initial_state=state, backend=backend)
                 if cache is not None:
                     cache.update_recurrent_state(state, self.layer_idx)
         gate = self.output_gate_proj(hidden_states).unflatten(-1, (self.num_heads, self.value_dim))

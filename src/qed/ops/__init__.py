@@ -6,6 +6,7 @@ from qed.ops.convolution import short_convolution
 from qed.ops.decode import decode_inputs_step_, decode_step_
 from qed.ops.gates import gated_norm, silu_product
 from qed.ops.inputs import l2_normalize, recurrence_inputs
+from qed.ops.prefill import gated_delta_rule_from_projections
 
 __all__ = [
     "ARMS",
@@ -16,6 +17,7 @@ __all__ = [
     "decode_step_",
     "erase_vector",
     "gated_delta_rule",
+    "gated_delta_rule_from_projections",
     "gated_norm",
     "get_arm",
     "l2_normalize",

@@ -1,4 +1,4 @@
-"""Registered operators around the core: prologue, decode steps, convolution, gates; kernels load at the first call."""
+"""Registered operators around the core; their kernels load at the first call."""
 
 from __future__ import annotations
 
@@ -65,6 +65,27 @@ def _backward(ctx, *gradients):  # type: ignore[no-untyped-def]
 
 
 recurrence_inputs_op.register_autograd(_backward, setup_context=_save)
+
+
+@torch.library.custom_op("qed::prefill", mutates_args=())
+def prefill_op(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, erase: Tensor, write: Tensor,
+    A_log: Tensor, dt_bias: Tensor, strength: Tensor, random_direction: Optional[Tensor],  # noqa: UP045
+    initial_state: Optional[Tensor], cu_seqlens: Optional[Tensor],  # noqa: UP045
+    direction: str, gate: bool, project: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    from qed.ops import triton_prefill
+
+    arm = Arm(direction, gate, project)  # type: ignore[arg-type]
+    return triton_prefill.forward(
+        q, k, v, decay, erase, write, A_log, dt_bias, strength, random_direction, initial_state, cu_seqlens, arm
+    )
+
+
+@prefill_op.register_fake
+def _(q, k, v, decay, erase, write, A_log, dt_bias, strength, z, initial_state, cu_seqlens, *_rest):  # type: ignore[no-untyped-def]
+    num_states = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return v.new_empty(v.shape), q.new_empty((num_states, *q.shape[2:], v.shape[3]), dtype=torch.float32)
 
 
 @torch.library.custom_op("qed::decode", mutates_args=())

@@ -14,6 +14,8 @@ NORM_EPS = 1e-6
 # exp(A_log) is held below float32's largest value: infinity times a closed gate would be NaN.
 A_LOG_MAX = 80.0
 INPUT_BACKENDS = ("torch", "triton")
+# Which form of the operator's inputs goes with which form of the operator.
+INPUT_BACKEND = {None: None, "reference": "torch", "chunked": "torch", "triton": "triton"}
 
 
 def l2_normalize(x: Tensor) -> Tensor:

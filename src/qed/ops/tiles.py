@@ -18,12 +18,11 @@ PROGRAMS = 192
 
 @dataclass(frozen=True)
 class Plan:
-    """How one call is cut up. ``operand`` is the dtype of products' operands; ``precision``, ``inverse`` and ``exact``
-    are Triton's ``input_precision`` for them, a chunk's inverse and joined states; rows are of V, channels of K."""
+    """How one call is cut up. ``operand`` is the dtype of products' operands; ``precision`` and ``exact`` are Triton's
+    ``input_precision`` for them and for joined states; rows are of V, channels of K."""
 
     operand: torch.dtype
     precision: str
-    inverse: str
     exact: str
     prepare_channels: int = 64
     prepare_warps: int = 1
@@ -51,9 +50,9 @@ CONSERVATIVE: dict[str, int] = {
 # What `qed bench tune` may choose from and the tests check, gradients included: changes to the defaults.
 SELECTABLE: tuple[dict[str, int], ...] = (
     {},
-    {"prepare_channels": 32, "reverse_stages": 3, "gradient_stages": 1},
+    {"prepare_channels": 32, "walk_stages": 5, "reverse_stages": 3, "gradient_stages": 1},
     {"prepare_channels": 128, "walk_stages": 4, "gradient_rows": 128, "gradient_stages": 1},
-    {"prepare_warps": 2, "walk_stages": 2, "reverse_stages": 4, "gradient_warps": 8},
+    {"prepare_warps": 2, "walk_stages": 2, "reverse_stages": 4, "gradient_stages": 3, "gradient_warps": 8},
     {
         "walk_rows": 128,
         "walk_warps": 8,
@@ -68,7 +67,7 @@ SELECTABLE: tuple[dict[str, int], ...] = (
 # By card, K and V: fields of the bf16 plan that `qed bench tune` found to differ from the defaults.
 # sm90, H200, B16 T2048 H6: the reverse walk takes 0.128 ms with 4 stages, 0.138 with 3, 0.185 with 2.
 TABLE: dict[tuple[str, int, int], dict[str, int]] = {
-    ("sm90", 128, 128): {"reverse_stages": 4},
+    ("sm90", 128, 128): {"walk_stages": 5, "reverse_stages": 4, "gradient_stages": 3},
 }
 
 
@@ -82,13 +81,13 @@ def plan_for(dtype: torch.dtype, K: int, V: int, card: str = "sm90") -> Plan:
     known = any(row[0] == card for row in TABLE) or card == "sm90"
     changes = dict({} if known else CONSERVATIVE)
     if dtype is torch.bfloat16:
-        return Plan(torch.bfloat16, "tf32", "bf16x3", "tf32x3", **{**changes, **TABLE.get((card, K, V), {})})
+        return Plan(torch.bfloat16, "tf32", "tf32x3", **{**changes, **TABLE.get((card, K, V), {})})
     # float32 operands, not pipelined: float16 keeps its precision and gains float32's range
     changes.update(walk_stages=1, reverse_stages=1, gradient_rows=32, gradient_stages=1)
     if not known and dtype is torch.float32:
         # 72 KiB of shared memory in place of 112
         changes.update(gradient_channels=32)
-    return Plan(torch.float32, "tf32" if dtype is torch.float16 else "tf32x3", "tf32x3", "tf32x3", **changes)
+    return Plan(torch.float32, "tf32" if dtype is torch.float16 else "tf32x3", "tf32x3", **changes)
 
 
 def segment_length(num_docs: int, length: int, num_heads: int, V: int, *, packed: bool) -> int:

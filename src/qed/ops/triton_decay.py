@@ -8,6 +8,9 @@ import triton.language as tl
 
 # Largest binary logarithm of a factor alone, and of one of two factors that both multiply sums; 2**-FLOOR is zero.
 LIMIT = tl.constexpr(110.0)
+SMALLEST = tl.constexpr(2.0**-110)
+# A chunk leaves the range at LIMIT, a row of it at FAR: no rounding puts a row out of range whose chunk is within it.
+FAR = tl.constexpr(111.0)
 HALF = tl.constexpr(100.0)
 FLOOR = tl.constexpr(160.0)
 

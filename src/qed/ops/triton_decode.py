@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qed.ops.arms import Arm
-from qed.ops.triton_inputs import prologue, sigmoid
+from qed.ops.triton_inputs import parameters, prologue, sigmoid
 
 
 @triton.jit
@@ -84,9 +84,8 @@ def decode_inputs_kernel(
     b_v = tl.load(v + i_b * svb + i_h * svh + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_w = tl.load(write + i_b * swb + i_h * swh + o_v, mask=m_v, other=0.0).to(tl.float32)
 
-    x_q, x_k, a, g = prologue(
-        b_q, b_k, b_e, b_d, A_log, dt_bias, strength, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT
-    )
+    rate, bias, lam, b_z = parameters(A_log, dt_bias, strength, z, i_h, o_k, K, DIRECTION)
+    x_q, x_k, a, g = prologue(b_q, b_k, b_e, b_d, rate, bias, lam, b_z, DIRECTION, GATE, PROJECT)
     x_q, x_k, a, g = tl.reshape(x_q, [BK]), tl.reshape(x_k, [BK]), tl.reshape(a, [BK]), tl.reshape(g, [BK])
     b_s, b_o = _step(b_s, tl.exp(g), x_q, x_k, a, b_v * sigmoid(b_w))
     _store_state(p_s, m_s, b_s, STREAM)

@@ -16,24 +16,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qed.ops.arms import Arm
 from qed.ops.tiles import BLOCK, CHUNK, Plan, card, plan_for, segment_length
-from qed.ops.triton_decay import LIMIT, log2_decay, pair_decay, pairs_of, split, sums
+from qed.ops.triton_decay import FAR, LIMIT, SMALLEST, log2_decay, pair_decay, pairs_of, split, sums
+from qed.ops.triton_inputs import parameters, row_scales, row_sums, scaled
 
 C = tl.constexpr(CHUNK)
 B = tl.constexpr(BLOCK)
+# No direction: `prepare` is given erase vectors.
+PLAIN = Arm("none")
 # The number of documents and what follows from it: batches of one total length share every compiled kernel.
 UNSPECIALIZED = ("N", "SEARCH")
 
 
 @triton.jit
 def locate(i_unit, cu, T, N, SEARCH, UNIT: tl.constexpr, PACKED: tl.constexpr):
-    """Document ``n``, its bounds and the first token of unit ``i_unit``; units (UNIT tokens) never cross documents.
+    """Document ``n``, its bounds and the first token of unit ``i_unit`` (one or several); units never cross documents.
 
     Packed, document n owns units from ``cu[n] // UNIT + n`` on: distinct for all documents, with gaps without tokens.
     """
     if PACKED:
-        n = 0
-        top = N
+        n = i_unit * 0
+        top = n + N
         for _ in range(SEARCH):
             middle = (n + top) // 2
             below = (tl.load(cu + middle).to(tl.int32) // UNIT + middle) <= i_unit
@@ -58,14 +62,38 @@ def first_unit(n, begin, T, UNIT: tl.constexpr, PACKED: tl.constexpr):
     return unit
 
 
+@triton.jit
+def terms(x, DT: tl.constexpr):
+    """``x`` cut after 8 bits, and 8 bits of the rest."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return high.to(DT), (x - high).to(DT)
+
+
+@triton.jit
+def exact_dot(x, y, DT: tl.constexpr):
+    """``x @ y^T`` to float32's accuracy, or for 16-bit operands elsewhere to 15 bits."""
+    if DT == tl.float32:
+        p = tl.dot(x, tl.trans(y), input_precision="tf32x3")
+    else:
+        x_high, x_low = terms(x, DT)
+        y_high, y_low = terms(tl.trans(y), DT)
+        p = tl.dot(x_high, y_high, tl.dot(x_high, y_low, tl.dot(x_low, y_high)))
+    return p
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare_kernel(
-    q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, T, N, SEARCH, TOKENS,
+    q, k, a, g, A_log, dt_bias, strength, z, o_q, o_a, o_k, o_m, o_t, o_d, cu, T, N, SEARCH, TOKENS,
     sq_t, sq_h, sk_t, sk_h, sa_t, sa_h, sg_t, sg_h,
     H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, sg_k: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr, INVERSE: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, INVERSE: tl.constexpr,
+    RAW: tl.constexpr, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of one head: decayed rows and columns, the chunk's inverse and everything it multiplies."""
+    """One chunk of one head: decayed rows and columns, the chunk's inverse and everything it multiplies.
+
+    RAW: the first are there already (``triton_prefill``), columns in place of k; a and g are the erase gate's and the
+    decay's projections, and what the four give is formed again where one factor cannot hold the decay.
+    """
     pid = tl.program_id(0)
     i_h = (pid % H).to(tl.int64)
     i_c = pid // H
@@ -90,40 +118,74 @@ def prepare_kernel(
         o_c = i_k * BK + tl.arange(0, BK)
         m = m_t & (o_c < K)[None, :]
         at = r * K + o_c[None, :]
-        p_g = g + r * sg_t + (o_c * sg_k)[None, :]
-        p_k = k + r * sk_t + o_c[None, :]
-        p_q = q + r * sq_t + o_c[None, :]
-        p_a = a + r * sa_t + o_c[None, :]
-        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
-        b_k = tl.load(p_k, mask=m, other=0.0)
-        b_q = tl.load(p_q, mask=m, other=0.0)
-        b_a = tl.load(p_a, mask=m, other=0.0)
-        b_s = tl.cumsum(b_g, 0)
-        total = tl.sum(b_g, 0)
-        tl.store(o_d + o_c, tl.exp2(total), mask=o_c < K)
-        b_k = b_k * tl.exp2(tl.minimum(-b_s, LIMIT))
-        columns = tl.trans(b_k.to(DT))
-        b_k = (b_k * tl.exp2(total)[None, :]).to(DT)
-        since = tl.exp2(b_s)
-        b_q = (b_q * since).to(DT)
-        b_a = (b_a * since).to(DT)
-        tl.store(o_q + at, b_q, mask=m)
-        tl.store(o_a + at, -b_a, mask=m)
-        tl.store(o_k + at, b_k, mask=m)
-        near_reads = tl.dot(b_q, columns, input_precision=PREC)
-        near_erases = tl.dot(b_a, columns, input_precision=PREC)
-        if tl.min(total, 0) < -LIMIT:
+        if RAW:
+            b_d = tl.load(o_d + o_c, mask=o_c < K, other=1.0)
+            b_q = tl.load(o_q + at, mask=m, other=0.0)
+            b_a = tl.load(o_a + at, mask=m, other=0.0)
+            columns = tl.trans(tl.load(o_k + at, mask=m, other=0.0))
+            near_reads = tl.dot(b_q, columns, input_precision=PREC)
+            near_erases = -tl.dot(b_a, columns, input_precision=PREC)
+            outside = tl.min(b_d, 0) < SMALLEST
+        else:
+            b_g = log2_decay(tl.load(g + r * sg_t + (o_c * sg_k)[None, :], mask=m, other=0.0))
+            b_k = tl.load(k + r * sk_t + o_c[None, :], mask=m, other=0.0)
+            b_q = tl.load(q + r * sq_t + o_c[None, :], mask=m, other=0.0)
+            b_a = tl.load(a + r * sa_t + o_c[None, :], mask=m, other=0.0)
+            b_s = tl.cumsum(b_g, 0)
+            total = tl.sum(b_g, 0)
+            tl.store(o_d + o_c, tl.exp2(total), mask=o_c < K)
+            b_k = b_k * tl.exp2(tl.minimum(-b_s, FAR))
+            columns = tl.trans(b_k.to(DT))
+            b_k = (b_k * tl.exp2(total)[None, :]).to(DT)
+            since = tl.exp2(b_s)
+            b_q = (b_q * since).to(DT)
+            b_a = (b_a * since).to(DT)
+            tl.store(o_q + at, b_q, mask=m)
+            tl.store(o_a + at, -b_a, mask=m)
+            tl.store(o_k + at, b_k, mask=m)
+            near_reads = tl.dot(b_q, columns, input_precision=PREC)
+            near_erases = tl.dot(b_a, columns, input_precision=PREC)
+            outside = tl.min(total, 0) < -LIMIT
+        if outside:
             # Rows whose decay since the chunk began is out of the range of one factor; a fact of their past alone
-            far = (tl.min(b_s, 1) < -LIMIT)[:, None]
+            if RAW:
+                far = (i < 0)[:, None]
+                sum_q = tl.zeros([C], tl.float32)
+                sum_k = tl.zeros([C], tl.float32)
+                sum_u = tl.zeros([C], tl.float32)
+                for i_x in tl.range(0, (K + C - 1) // C, num_stages=1):
+                    o_x = i_x * C + i
+                    m_x = m_t & (o_x < K)[None, :]
+                    x_q = tl.load(q + r * sq_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
+                    x_k = tl.load(k + r * sk_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
+                    x_a = tl.load(a + r * sa_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
+                    b_z = parameters(A_log, dt_bias, strength, z, i_h, o_x, K, DIRECTION)[3]
+                    part_q, part_k, part_u = row_sums(x_q, x_k, x_a, b_z, DIRECTION, GATE)
+                    sum_q += part_q
+                    sum_k += part_k
+                    sum_u += part_u
+                r_q, r_k, along = row_scales(sum_q, sum_k, sum_u, DIRECTION)
+            else:
+                far = (tl.min(b_s, 1) < -FAR)[:, None]
             far_reads = tl.zeros([C, C], tl.float32)
             far_erases = tl.zeros([C, C], tl.float32)
             for i_x in tl.range(0, BK // C, num_stages=1):
                 o_x = i_k * BK + i_x * C + i
                 m_x = m_t & (o_x < K)[None, :]
-                x_g = log2_decay(tl.load(g + r * sg_t + (o_x * sg_k)[None, :], mask=m_x, other=0.0))
+                x_g = tl.load(g + r * sg_t + (o_x * sg_k)[None, :], mask=m_x, other=0.0)
                 x_k = tl.load(k + r * sk_t + o_x[None, :], mask=m_x, other=0.0)
                 x_q = tl.load(q + r * sq_t + o_x[None, :], mask=m_x, other=0.0)
                 x_a = tl.load(a + r * sa_t + o_x[None, :], mask=m_x, other=0.0)
+                if RAW:
+                    rate, bias, lam, b_z = parameters(A_log, dt_bias, strength, z, i_h, o_x, K, DIRECTION)
+                    x_q, x_k, x_a, x_g = scaled(
+                        x_q.to(tl.float32), x_k.to(tl.float32), x_a.to(tl.float32), x_g.to(tl.float32),
+                        r_q, r_k, along, rate, bias, lam, b_z, DIRECTION, GATE, PROJECT,
+                    )  # fmt: skip
+                    x_g = tl.where(m_x, x_g, 0.0)
+                x_g = log2_decay(x_g)
+                if RAW:
+                    far = far | (tl.min(tl.cumsum(x_g, 0), 1) < -FAR)[:, None]
                 own = tl.dot(x_q.to(DT), tl.trans(x_k.to(DT)), input_precision=PREC)
                 far_reads += tl.where(r == c, own, 0.0)
                 high, low = split(x_g, DT)
@@ -143,29 +205,37 @@ def prepare_kernel(
         erases += near_erases
     reads = tl.where(r >= c, reads, 0.0)
     erases = tl.where(r > c, erases, 0.0)
-    # Blocks of 1, 2, 4, 8 tokens merge in pairs: (D + L)^-1 = D^-1 - D^-1 L D^-1, exact since L D^-1 L = 0
+    # Blocks of 1, 2, 4, 8 tokens merge in pairs: (D + L)^-1 = D^-1 - D^-1 L D^-1, exact since L D^-1 L = 0. The
+    # transpose is kept beside: a product's result is a right operand in the registers it lies in only transposed.
     inverse = tl.where(r == c, 1.0, 0.0) - tl.where(pairs_of(i, 1, 0), erases, 0.0)
+    transposed = tl.trans(inverse)
     for LEVEL in tl.static_range(2, 5):
-        right = tl.dot(tl.where(pairs_of(i, LEVEL, 0), erases, 0.0), inverse, input_precision=EXACT)
-        inverse -= tl.dot(inverse, right, input_precision=EXACT)
-    reads = tl.dot(reads.to(DT), inverse.to(DT), input_precision=PREC)
+        below = tl.where(pairs_of(i, LEVEL, 0), erases, 0.0)
+        right = exact_dot(transposed, below, DT)
+        change = exact_dot(inverse, right, DT)
+        transposed -= exact_dot(right, inverse, DT)
+        inverse -= change
+    reads = tl.dot(reads.to(DT), tl.trans(transposed).to(DT), input_precision=PREC)
     tl.store(o_m + first * C + r * C + c, reads.to(DT), mask=m_t)
     if INVERSE:
         tl.store(o_t + first * C + r * C + c, inverse.to(DT), mask=m_t)
     # o_k is read back, by other threads
     tl.debug_barrier()
-    inverse = tl.trans(inverse).to(DT)
+    transposed = transposed.to(DT)
     for i_k in tl.range(0, (K + BK - 1) // BK, num_stages=1):
         o_c = i_k * BK + tl.arange(0, BK)
         m = m_t & (o_c < K)[None, :]
         at = r * K + o_c[None, :]
-        b_k = tl.dot(inverse, tl.load(o_k + at, mask=m, other=0.0), input_precision=PREC)
+        b_k = tl.dot(transposed, tl.load(o_k + at, mask=m, other=0.0), input_precision=PREC)
+        if RAW:
+            b_d = tl.load(o_d + o_c, mask=o_c < K, other=1.0)
+            b_k *= tl.where(tl.min(b_d) < SMALLEST, 1.0, b_d)[None, :]
         tl.store(o_k + at, b_k.to(DT), mask=m)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def walk_kernel(
-    v, p_q, p_a, p_k, p_m, p_t, p_d, initial, o, states, residual, final, cu, T, N, SEARCH, TOKENS,
+    v, p_a, p_k, p_m, p_t, p_d, initial, o, states, residual, final, cu, T, N, SEARCH, TOKENS,
     sv_t, sv_h, si_v, si_k,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, UNIT: tl.constexpr,
     SEGMENT: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr, PHASE: tl.constexpr,
@@ -198,6 +268,8 @@ def walk_kernel(
     head = i_h * TOKENS + start
     if PHASE == "first":
         b_s = tl.where((o_v - NV * BV)[:, None] == o_c[None, :], 1.0, 0.0)
+    elif initial is None:
+        b_s = tl.zeros([BV, BK], tl.float32)
     else:
         i_i = i_s if SEGMENT else n
         p_i = initial + (i_i.to(tl.int64) * H + i_h) * K * V + o_v[:, None] * si_v + o_c[None, :] * si_k
@@ -206,14 +278,17 @@ def walk_kernel(
     i_b = first_unit(n, begin, T, B, PACKED) + (start - begin) // B
     at = i[:, None] * K + o_c[None, :]
     size = (stop - start).to(tl.int32)
+    # rows of -a, then of q
+    j = tl.arange(0, 2 * C)
+    at_both = (j // C).to(tl.int64)[:, None] * (H * K) * TOKENS + (j % C)[:, None] * K + o_c[None, :]
     eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0).to(DT)
+    eye_both = tl.where(i[:, None] == j[None, :], 1.0, 0.0).to(DT)
     for i_c in tl.range(0, tl.cdiv(size, C), num_stages=STAGES):
         m_t = i < size - i_c * C
         m = m_t[:, None] & m_c
         m_vt = m_t[:, None] & (o_v < V)[None, :]
         token = start + i_c * C
         base = head + i_c * C
-        b_a = tl.load(p_a + base * K + at, mask=m, other=0.0)
         b_k = tl.load(p_k + base * K + at, mask=m, other=0.0)
         b_d = tl.load(p_d + ((i_d + i_c) * H + i_h) * K + o_c, mask=o_c < K, other=0.0)
         b_v = tl.load(v + token * sv_t + i_h * sv_h + i[:, None] * sv_t + o_v[None, :], mask=m_vt, other=0.0)
@@ -223,15 +298,21 @@ def walk_kernel(
                 p_s = states + (((i_b + i_c // 4) * H + i_h) * V + o_v[:, None]) * K + o_c[None, :]
                 tl.store(p_s, b_x, mask=m_v & m_c)
         # v through a product with the identity: an operand is fetched ahead, an addend is waited for
-        b_r = tl.dot(tl.trans(b_v.to(DT)), eye, input_precision=PREC)
-        b_r = tl.dot(b_x, tl.trans(b_a), b_r, input_precision=PREC).to(DT)
         if PHASE == "whole":
-            b_q = tl.load(p_q + base * K + at, mask=m, other=0.0)
+            b_a = tl.load(p_a + base * K + at_both, mask=(j % C < size - i_c * C)[:, None] & m_c, other=0.0)
+            b_y = tl.dot(tl.trans(b_v.to(DT)), eye_both, input_precision=PREC)
+            b_y = tl.dot(b_x, tl.trans(b_a), b_y, input_precision=PREC)
+            b_r, b_o = tl.split(tl.permute(tl.reshape(b_y, [BV, 2, C]), (0, 2, 1)))
+            b_r = b_r.to(DT)
             b_m = tl.load(p_m + base * C + i[:, None] * C + i[None, :], mask=m_t[:, None], other=0.0)
-            b_o = tl.dot(b_x, tl.trans(b_q), input_precision=PREC)
-            b_o = tl.dot(b_r, tl.trans(b_m), b_o, input_precision=PREC)
+            # a plain sum would make half of one product's result the start of the next: ptxas then serialises them all
+            b_o = tl.fma(tl.dot(b_r, tl.trans(b_m), input_precision=PREC), 1.0, b_o)
             p_o = o + (token * H + i_h) * V + i[:, None] * (H * V) + o_v[None, :]
             tl.store(p_o, tl.trans(b_o.to(o.dtype.element_ty)), mask=m_vt)
+        else:
+            b_a = tl.load(p_a + base * K + at, mask=m, other=0.0)
+            b_r = tl.dot(tl.trans(b_v.to(DT)), eye, input_precision=PREC)
+            b_r = tl.dot(b_x, tl.trans(b_a), b_r, input_precision=PREC).to(DT)
         if PHASE == "states":
             b_t = tl.load(p_t + base * C + i[:, None] * C + i[None, :], mask=m_t[:, None], other=0.0)
             b_w = tl.dot(b_r, tl.trans(b_t), input_precision=PREC)
@@ -282,8 +363,10 @@ def join_kernel(
     o_r = i_r * BR + tl.arange(0, BR)
     o_b = tl.arange(0, BC)
     m = (o_r < V)[:, None] & (o_c < K)[None, :]
-    p = outer + (n.to(tl.int64) * H + i_h) * K * V + o_r[:, None] * so_v + o_c[None, :] * so_k
-    b_s = tl.load(p, mask=m, other=0.0).to(tl.float32)
+    b_s = tl.zeros([BR, BK], tl.float32)
+    if outer is not None:
+        p = outer + (n.to(tl.int64) * H + i_h) * K * V + o_r[:, None] * so_v + o_c[None, :] * so_k
+        b_s = tl.load(p, mask=m, other=0.0).to(tl.float32)
     for _ in range(count - 1):
         at = (i_s * H + i_h) * V * K
         tl.store(inner + at + o_r[:, None] * K + o_c[None, :], b_s, mask=m)
@@ -366,31 +449,46 @@ def precision(plan: Plan) -> dict:
     return {"DT": tl.bfloat16 if plan.operand is torch.bfloat16 else tl.float32, "PREC": plan.precision}
 
 
+def chunk_operands(q: Tensor, problem: Problem, plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised ``(q, a, k, decay)`` of :func:`prepare`'s result; q lies behind a, for ``walk`` to load as one."""
+    H, K = problem.num_heads, problem.K
+    o_a, o_q = q.new_empty(2, H, problem.tokens, K, dtype=plan.operand)
+    o_k = torch.empty_like(o_a)
+    return o_q, o_a, o_k, q.new_empty(problem.units(CHUNK), H, K, dtype=torch.float32)
+
+
 def prepare(
-    q: Tensor, k: Tensor, a: Tensor, g: Tensor, cu: Tensor | None, problem: Problem, plan: Plan, *, inverse: bool
-) -> tuple[Tensor, ...]:
-    """Chunk operands ``(q, a, k, reads, inverse, decay)``."""
-    H, K, tokens = problem.num_heads, problem.K, problem.tokens
-    o_q, o_a, o_k = (q.new_empty(H, tokens, K, dtype=plan.operand) for _ in range(3))
-    o_m = q.new_empty(H, tokens, CHUNK, dtype=plan.operand)
+    q: Tensor, k: Tensor, a: Tensor, g: Tensor, cu: Tensor | None, problem: Problem, plan: Plan, *,
+    inverse: bool = False, decayed: tuple[Tensor, ...] | None = None,
+    parameters: tuple[Tensor | None, ...] = (None, None, None, None), arm: Arm = PLAIN,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Chunk operands ``(q, a, k, reads, inverse, decay)``.
+
+    ``decayed``: :func:`chunk_operands` as ``triton_prefill`` fills them; q, k, a and g are then projections.
+    """
+    H, K = problem.num_heads, problem.K
+    o_q, o_a, o_k, o_d = decayed or chunk_operands(q, problem, plan)
+    o_m = q.new_empty(H, problem.tokens, CHUNK, dtype=plan.operand)
     o_t = torch.empty_like(o_m) if inverse else o_m
-    num_chunks = problem.units(CHUNK)
-    o_d = q.new_empty(num_chunks, H, K, dtype=torch.float32)
-    prepare_kernel[(num_chunks * H,)](
-        q, k, a, g, o_q, o_a, o_k, o_m, o_t, o_d, cu, problem.length, problem.num_docs, problem.search, tokens,
+    # H200, decayed: 128 channels 0.065 ms, 64 0.077
+    BK = min(2 * plan.prepare_channels if decayed else plan.prepare_channels, width(K))
+    prepare_kernel[(problem.units(CHUNK) * H,)](
+        q, k, a, g, *parameters, o_q, o_a, o_k, o_m, o_t, o_d,
+        cu, problem.length, problem.num_docs, problem.search, problem.tokens,
         q.stride(1), q.stride(2), k.stride(1), k.stride(2), a.stride(1), a.stride(2), g.stride(1), g.stride(2),
-        H=H, K=K, BK=min(plan.prepare_channels, width(K)), sg_k=g.stride(3), EXACT=plan.inverse, PACKED=problem.packed,
-        INVERSE=inverse, num_warps=plan.prepare_warps, **precision(plan),
+        H=H, K=K, BK=BK, sg_k=g.stride(3), PACKED=problem.packed, INVERSE=inverse,
+        RAW=decayed is not None, DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project,
+        num_warps=plan.prepare_warps, **precision(plan),
     )  # fmt: skip
     return o_q, o_a, o_k, o_m, o_t, o_d
 
 
 def walk(
-    phase: str, v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor, outputs: tuple[Tensor | None, ...],
+    phase: str, v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor | None, outputs: tuple[Tensor | None, ...],
     cu: Tensor | None, problem: Problem, plan: Plan, *, by_segment: bool,
 ) -> None:  # fmt: skip
     """Run ``walk_kernel``; ``outputs`` are its ``(o, states, residual, final)``."""
-    p_q, p_a, p_k, p_m, p_t, p_d = chunks
+    _, p_a, p_k, p_m, p_t, p_d = chunks
     o, states, residual, final = outputs
     H, K, V = problem.num_heads, problem.K, problem.V
     BK, BV = width(K), min(plan.walk_rows, width(V))
@@ -398,7 +496,7 @@ def walk(
     # by segment, states are [., H, V, K]; a caller's are [., H, K, V]
     si_v, si_k = (K, 1) if by_segment else (1, V)
     walk_kernel[(problem.units(problem.segment) * H * blocks,)](
-        v, p_q, p_a, p_k, p_m, p_t, p_d, initial, o, states, residual, final, cu,
+        v, p_a, p_k, p_m, p_t, p_d, initial, o, states, residual, final, cu,
         problem.length, problem.num_docs, problem.search, problem.tokens,
         v.stride(1), v.stride(2), si_v, si_k,
         H=H, K=K, V=V, BK=BK, BV=BV, UNIT=problem.segment, SEGMENT=by_segment, PACKED=problem.packed, PHASE=phase,
@@ -407,9 +505,13 @@ def walk(
 
 
 def join(
-    outer: Tensor, moved: Tensor, transition: Tensor, cu: Tensor | None, problem: Problem, plan: Plan, *, reverse: bool
-) -> Tensor:
-    """State that each segment starts from, or in reverse its gradient where each ends; ``[segments, H, V, K]``."""
+    outer: Tensor | None, moved: Tensor, transition: Tensor, cu: Tensor | None, problem: Problem, plan: Plan, *,
+    reverse: bool,
+) -> Tensor:  # fmt: skip
+    """State that each segment starts from, or in reverse its gradient where each ends; ``[segments, H, V, K]``.
+
+    ``outer`` is the state before the sequence (zero if ``None``), or its gradient after it.
+    """
     H, K, V = problem.num_heads, problem.K, problem.V
     inner = torch.empty_like(moved)
     BR = min(plan.join_rows, width(V))
@@ -427,15 +529,21 @@ def forward(
     problem: Problem, plan: Plan,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``o``, ``final_state``, and where the sequence is split the segments' start states and transitions."""
+    return walk_all(v, prepare(q, k, a, g, cu, problem, plan), initial, cu, problem, plan)
+
+
+def walk_all(
+    v: Tensor, chunks: tuple[Tensor, ...], initial: Tensor | None, cu: Tensor | None, problem: Problem, plan: Plan
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """:func:`forward` from chunk operands on."""
     H, K, V = problem.num_heads, problem.K, problem.V
-    chunks = prepare(q, k, a, g, cu, problem, plan, inverse=False)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final = torch.empty_like(initial)
-    starts, transition = q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
+    final = v.new_empty(problem.num_docs, H, K, V, dtype=torch.float32)
+    starts, transition = final.new_empty(0), final.new_empty(0)
     if problem.split:
         segments = problem.units(problem.segment)
-        transition = q.new_empty(segments, H, K, K, dtype=torch.float32)
-        moved = q.new_empty(segments, H, V, K, dtype=torch.float32)
+        transition = final.new_empty(segments, H, K, K)
+        moved = final.new_empty(segments, H, V, K)
         walk("first", v, chunks, initial, (None, transition, None, moved), cu, problem, plan, by_segment=False)
         starts = join(initial, moved, transition, cu, problem, plan, reverse=False)
     source = starts if problem.split else initial

@@ -58,15 +58,9 @@ def _store(p, T, H, D: tl.constexpr, i_b, o_t, i_h, o_d, m, x):
 
 
 @triton.jit
-def _direction(
-    x_q, x_k, b, z, o_k, m_k, i_h, K: tl.constexpr, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr
-):
+def _direction(x_q, x_k, b, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr):
     """The source x, the gated direction u, its component along the key, and d; [BT, BK] but for the component."""
-    if DIRECTION == "query":
-        x = x_q
-    else:
-        b_z = tl.load(z + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-        x = tl.broadcast_to(b_z[None, :], x_q.shape)
+    x = x_q if DIRECTION == "query" else tl.broadcast_to(b_z[None, :], x_q.shape)
     u = b * x if GATE else x
     along = tl.sum(x_k * u, 1)
     d = u - x_k * along[:, None] if PROJECT else u
@@ -74,22 +68,68 @@ def _direction(
 
 
 @triton.jit
-def prologue(
-    b_q, b_k, b_e, b_d, A_log, dt_bias, strength, z, o_k, m_k, i_h,
-    K: tl.constexpr, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
-):  # fmt: skip
-    """Unit q and k, erase vector and log-decay of raw ``[rows, BK]`` tiles of one head, in float32."""
-    x_q = b_q * tl.rsqrt(tl.sum(b_q * b_q, 1) + NORM_EPS)[:, None]
-    x_k = b_k * tl.rsqrt(tl.sum(b_k * b_k, 1) + NORM_EPS)[:, None]
-    b = sigmoid(b_e)
-    a = b * x_k
-    if DIRECTION != "none":
-        _, _, _, d = _direction(x_q, x_k, b, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT)
-        a += tl.load(strength + i_h).to(tl.float32) * d
+def parameters(A_log, dt_bias, strength, z, i_h, o_k, K: tl.constexpr, DIRECTION: tl.constexpr):
+    """Of one head: decay rate, bias, strength and random direction (zeros where the arm has none)."""
+    m_k = o_k < K
     rate = tl.exp(tl.minimum(tl.load(A_log + i_h).to(tl.float32), A_LOG_MAX))
     bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    lam = 0.0
+    b_z = tl.zeros(o_k.shape, tl.float32)
+    if DIRECTION != "none":
+        lam = tl.load(strength + i_h).to(tl.float32)
+    if DIRECTION == "random":
+        b_z = tl.load(z + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
+    return rate, bias, lam, b_z
+
+
+@triton.jit
+def _source(b_q, b_e, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr):
+    """The direction before norms and projection."""
+    u = b_q if DIRECTION == "query" else tl.broadcast_to(b_z[None, :], b_q.shape)
+    return u * sigmoid(b_e) if GATE else u
+
+
+@triton.jit
+def row_sums(b_q, b_k, b_e, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr):
+    """Sums over the channels of raw ``[rows, channels]`` tiles: q^2, k^2 and the unscaled direction times k."""
+    return tl.sum(b_q * b_q, 1), tl.sum(b_k * b_k, 1), tl.sum(_source(b_q, b_e, b_z, DIRECTION, GATE) * b_k, 1)
+
+
+@triton.jit
+def row_scales(sum_q, sum_k, sum_u, DIRECTION: tl.constexpr):
+    """From :func:`row_sums`: reciprocal norms of q and k, and the direction's component along unit k."""
+    r_q, r_k = tl.rsqrt(sum_q + NORM_EPS), tl.rsqrt(sum_k + NORM_EPS)
+    along = sum_u * r_k
+    if DIRECTION == "query":
+        along *= r_q
+    return r_q, r_k, along
+
+
+@triton.jit
+def scaled(
+    b_q, b_k, b_e, b_d, r_q, r_k, along, rate, bias, lam, b_z,
+    DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
+):  # fmt: skip
+    """Unit q and k, erase vector and log-decay of some channels of raw tiles, in float32."""
+    x_q, x_k, b = b_q * r_q[:, None], b_k * r_k[:, None], sigmoid(b_e)
+    # the gate of k, less what projection takes
+    c = b - (lam * along)[:, None] if DIRECTION != "none" and PROJECT else b
+    a = c * x_k
+    if DIRECTION != "none":
+        u = _source(b_q, b_e, b_z, DIRECTION, GATE)
+        a += u * (lam * r_q)[:, None] if DIRECTION == "query" else u * lam
     soft, _ = _softplus(b_d + bias[None, :])
     return x_q, x_k, a, -rate * soft
+
+
+@triton.jit
+def prologue(
+    b_q, b_k, b_e, b_d, rate, bias, lam, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr
+):
+    """Unit q and k, erase vector and log-decay of raw ``[rows, BK]`` tiles of one head, in float32."""
+    sum_q, sum_k, sum_u = row_sums(b_q, b_k, b_e, b_z, DIRECTION, GATE)
+    r_q, r_k, along = row_scales(sum_q, sum_k, sum_u, DIRECTION)
+    return scaled(b_q, b_k, b_e, b_d, r_q, r_k, along, rate, bias, lam, b_z, DIRECTION, GATE, PROJECT)
 
 
 @triton.jit(do_not_specialize=["T", "NT", "H"])
@@ -117,9 +157,8 @@ def recurrence_inputs_kernel(
     b_v = _load(v, svb, svt, svh, i_b, o_t, i_h, o_v, m_tv)
     b_w = _load(write, swb, swt, swh, i_b, o_t, i_h, o_v, m_tv)
 
-    x_q, x_k, a, g = prologue(
-        b_q, b_k, b_e, b_d, A_log, dt_bias, strength, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT
-    )
+    rate, bias, lam, b_z = parameters(A_log, dt_bias, strength, z, i_h, o_k, K, DIRECTION)
+    x_q, x_k, a, g = prologue(b_q, b_k, b_e, b_d, rate, bias, lam, b_z, DIRECTION, GATE, PROJECT)
     _store(out_q, T, H, K, i_b, o_t, i_h, o_k, m_tk, x_q)
     _store(out_k, T, H, K, i_b, o_t, i_h, o_k, m_tk, x_k)
     _store(out_a, T, H, K, i_b, o_t, i_h, o_k, m_tk, a)
@@ -143,11 +182,7 @@ def recurrence_inputs_backward_kernel(
     i_b, i_t = i_bt // NT, i_bt % NT
     o_k, o_v = tl.arange(0, BK), tl.arange(0, BV)
     m_k, m_v = o_k < K, o_v < V
-    A = tl.load(A_log + i_h).to(tl.float32)
-    rate = tl.exp(tl.minimum(A, A_LOG_MAX))
-    bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    if DIRECTION != "none":
-        lam = tl.load(strength + i_h).to(tl.float32)
+    rate, bias, lam, b_z = parameters(A_log, dt_bias, strength, z, i_h, o_k, K, DIRECTION)
     sum_A = tl.zeros([BT], tl.float32)
     sum_lam = tl.zeros([BT], tl.float32)
     sum_bias = tl.zeros([BT, BK], tl.float32)
@@ -178,7 +213,7 @@ def recurrence_inputs_backward_kernel(
         b_db = b_ga * x_k
         b_gk += b_ga * b
         if DIRECTION != "none":
-            x, u, along, d = _direction(x_q, x_k, b, z, o_k, m_k, i_h, K, DIRECTION, GATE, PROJECT)
+            x, u, along, d = _direction(x_q, x_k, b, b_z, DIRECTION, GATE, PROJECT)
             sum_lam += tl.sum(b_ga * d, 1)
             b_du = lam * b_ga
             if PROJECT:
@@ -213,7 +248,8 @@ def recurrence_inputs_backward_kernel(
     # one partial sum a program, added up afterwards in a fixed order
     part = sums + (i_bt.to(tl.int64) * H + i_h) * (K + 2)
     tl.store(part + o_k, tl.sum(sum_bias, 0), mask=m_k)
-    tl.store(part + K, tl.where(A > A_LOG_MAX, 0.0, -rate * tl.sum(sum_A, 0)))
+    held = tl.load(A_log + i_h).to(tl.float32) > A_LOG_MAX
+    tl.store(part + K, tl.where(held, 0.0, -rate * tl.sum(sum_A, 0)))
     tl.store(part + K + 1, tl.sum(sum_lam, 0))
 
 
