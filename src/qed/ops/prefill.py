@@ -37,7 +37,7 @@ def gated_delta_rule_from_projections(
         "q": q, "k": k, "v": v, "decay": decay, "erase": erase, "write": write,
         "A_log": A_log, "dt_bias": dt_bias, "strength": strength,
     }  # fmt: skip
-    if backend not in INPUT_BACKEND:
+    if backend is not None and backend not in BACKENDS:
         raise ValueError(unknown("backend", backend, BACKENDS))
     inputs_backend = INPUT_BACKEND[backend]
     streams = (q, k, v, decay, erase, write)
