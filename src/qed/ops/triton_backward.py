@@ -180,6 +180,8 @@ def gradient_kernel(
     at_x = block * B * B + r * B + c
     at_k = (start * H + i_h) * K + r * (H * K) + o_c[None, :]
     b_own = tl.load(own + block * B + i)[:, None]
+    # Here and below, loads stand before the stores and products that they need not wait for: the compiler moves none
+    b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
     if PHASE == "reads":
         b_dq = tl.zeros([B, BK], tl.float32)
         b_da = tl.zeros([B, BK], tl.float32)
@@ -195,7 +197,6 @@ def gradient_kernel(
             b_dq = tl.dot(b_o, b_s, b_dq, input_precision=PREC)
             b_da = tl.dot(b_v, b_s, b_da, input_precision=PREC)
             b_l += tl.sum(b_s.to(tl.float32) * b_z.to(tl.float32), 0)
-        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
         total = tl.sum(b_g, 0)
         tl.store(later + block * K + o_c, b_l * tl.exp2(total), mask=o_c < K)
         b_c = tl.cumsum(b_g, 0)
@@ -203,10 +204,13 @@ def gradient_kernel(
         b_da *= tl.exp2(b_c)
         if NEAR and tl.min(total) > -2 * HALF:
             middle = 0.5 * total[None, :]
-            b_y = (tl.load(p_k, mask=m, other=0.0).to(tl.float32) * tl.exp2(middle - b_c)).to(DT)
+            b_k = tl.load(p_k, mask=m, other=0.0)
+            b_x = tl.load(reads + at_x)
+            b_e = tl.load(erases + at_x)
+            b_y = (b_k.to(tl.float32) * tl.exp2(middle - b_c)).to(DT)
             reader = tl.exp2(b_c - middle)
-            b_dq += reader * tl.dot(tl.load(reads + at_x), b_y, input_precision=PREC)
-            b_da += reader * tl.dot(tl.load(erases + at_x), b_y, input_precision=PREC)
+            b_dq += reader * tl.dot(b_x, b_y, input_precision=PREC)
+            b_da += reader * tl.dot(b_e, b_y, input_precision=PREC)
         else:
             b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
             SPAN = span(b_g)
@@ -218,10 +222,10 @@ def gradient_kernel(
                 b_dq += reader * tl.dot(tl.where(pairs, tl.load(reads + at_x), 0.0), b_y, input_precision=PREC)
                 b_da += reader * tl.dot(tl.where(pairs, tl.load(erases + at_x), 0.0), b_y, input_precision=PREC)
         b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
-        tl.store(grad_q + at_k, (b_dq + b_k * b_own).to(grad_q.dtype.element_ty), mask=m)
-        tl.store(grad_a + at_k, (-b_da).to(grad_a.dtype.element_ty), mask=m)
         b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
         b_a = tl.load(p_a, mask=m, other=0.0).to(tl.float32)
+        tl.store(grad_q + at_k, (b_dq + b_k * b_own).to(grad_q.dtype.element_ty), mask=m)
+        tl.store(grad_a + at_k, (-b_da).to(grad_a.dtype.element_ty), mask=m)
         tl.store(grad_g + at_k, b_q * b_dq - b_a * b_da, mask=m)
     else:
         b_dk = tl.zeros([B, BK], tl.float32)
@@ -231,17 +235,20 @@ def gradient_kernel(
             p_z = grad_states + at_s + x_v[:, None] * K + o_c[None, :]
             b_z = tl.load(p_z, mask=(x_v < V)[:, None] & m_c, other=0.0)
             b_dk = tl.dot(b_r, b_z, b_dk, input_precision=PREC)
-        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
         total = tl.sum(b_g, 0)
         if NEAR and tl.min(total) > -2 * HALF:
             middle = 0.5 * total[None, :]
             b_c = tl.cumsum(b_g, 0) - middle
             b_dk *= tl.exp2(middle - b_c)
             reader = tl.exp2(b_c)
-            b_y = (tl.load(p_q, mask=m, other=0.0).to(tl.float32) * reader).to(DT)
-            b_w = tl.dot(tl.trans(tl.load(reads + at_x)), b_y, input_precision=PREC)
-            b_y = (tl.load(p_a, mask=m, other=0.0).to(tl.float32) * -reader).to(DT)
-            b_w = tl.dot(tl.trans(tl.load(erases + at_x)), b_y, b_w, input_precision=PREC)
+            b_q = tl.load(p_q, mask=m, other=0.0)
+            b_a = tl.load(p_a, mask=m, other=0.0)
+            b_x = tl.load(reads + at_x)
+            b_e = tl.load(erases + at_x)
+            b_y = (b_q.to(tl.float32) * reader).to(DT)
+            b_w = tl.dot(tl.trans(b_x), b_y, input_precision=PREC)
+            b_y = (b_a.to(tl.float32) * -reader).to(DT)
+            b_w = tl.dot(tl.trans(b_e), b_y, b_w, input_precision=PREC)
             b_w *= tl.exp2(-b_c)
         else:
             b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
@@ -260,13 +267,15 @@ def gradient_kernel(
                 b_u = tl.dot(b_x, b_y, b_u, input_precision=PREC)
                 b_w += writer * b_u
         b_q = tl.load(p_q, mask=m, other=0.0).to(tl.float32)
-        tl.store(grad_k + at_k, (b_dk + b_w + b_q * b_own).to(grad_k.dtype.element_ty), mask=m)
         b_k = tl.load(p_k, mask=m, other=0.0).to(tl.float32)
-        b_dg = tl.load(grad_g + at_k, mask=m, other=0.0) - b_k * b_w
-        b_l = tl.load(later + block * K + o_c, mask=o_c < K, other=0.0) + tl.sum(b_dg, 0)
+        b_dg = tl.load(grad_g + at_k, mask=m, other=0.0)
+        b_l = tl.load(later + block * K + o_c, mask=o_c < K, other=0.0)
+        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
+        tl.store(grad_k + at_k, (b_dk + b_w + b_q * b_own).to(grad_k.dtype.element_ty), mask=m)
+        b_dg -= b_k * b_w
+        b_l += tl.sum(b_dg, 0)
         b_dg -= b_k * b_dk
         b_dg += b_l[None, :] - tl.cumsum(b_dg, 0)
-        b_g = log2_decay(tl.load(p_g, mask=m, other=0.0))
         tl.store(grad_g + at_k, tl.where(b_g < VANISHED, 0.0, b_dg), mask=m)
 
 
