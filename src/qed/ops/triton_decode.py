@@ -77,16 +77,15 @@ def decode_inputs_kernel(
     p_s = state + i_bh * (K * V) + o_k[:, None] * V + o_v[None, :]
 
     b_s = _load_state(p_s, m_s, STREAM)
-    b_q = tl.load(q + i_b * sqb + i_h * sqh + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-    b_k = tl.load(k + i_b * skb + i_h * skh + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-    b_e = tl.load(erase + i_b * seb + i_h * seh + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
-    b_d = tl.load(decay + i_b * sdb + i_h * sdh + o_k, mask=m_k, other=0.0).to(tl.float32)[None, :]
+    b_q = tl.load(q + i_b * sqb + i_h * sqh + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_k = tl.load(k + i_b * skb + i_h * skh + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_e = tl.load(erase + i_b * seb + i_h * seh + o_k, mask=m_k, other=0.0).to(tl.float32)
+    b_d = tl.load(decay + i_b * sdb + i_h * sdh + o_k, mask=m_k, other=0.0).to(tl.float32)
     b_v = tl.load(v + i_b * svb + i_h * svh + o_v, mask=m_v, other=0.0).to(tl.float32)
     b_w = tl.load(write + i_b * swb + i_h * swh + o_v, mask=m_v, other=0.0).to(tl.float32)
 
     rate, bias, lam, b_z = parameters(A_log, dt_bias, strength, z, i_h, o_k, K, DIRECTION)
     x_q, x_k, a, g = prologue(b_q, b_k, b_e, b_d, rate, bias, lam, b_z, DIRECTION, GATE, PROJECT)
-    x_q, x_k, a, g = tl.reshape(x_q, [BK]), tl.reshape(x_k, [BK]), tl.reshape(a, [BK]), tl.reshape(g, [BK])
     b_s, b_o = _step(b_s, tl.exp(g), x_q, x_k, a, b_v * sigmoid(b_w))
     _store_state(p_s, m_s, b_s, STREAM)
     tl.store(o + i_bh * V + o_v, b_o.to(o.dtype.element_ty), mask=m_v)
@@ -151,6 +150,6 @@ def decode_inputs(
         decode_inputs_kernel[(B * H * NV,)](
             *streams, *parameters, o, state, H, NV, *(s for x in streams for s in (x.stride(0), x.stride(2))),
             K=K, V=V, BK=triton.next_power_of_2(K), BV=BV, STREAM=state.nbytes > STREAM_BYTES,
-            DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project, num_warps=num_warps,
+            DIRECTION=arm.direction, GATE=arm.gate, PROJECT=arm.project, num_warps=num_warps, maxnreg=128,
         )  # fmt: skip
     return o

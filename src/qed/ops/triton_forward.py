@@ -150,9 +150,9 @@ def prepare_kernel(
             # Rows whose decay since the chunk began is out of the range of one factor; a fact of their past alone
             if RAW:
                 far = (i < 0)[:, None]
-                sum_q = tl.zeros([C], tl.float32)
-                sum_k = tl.zeros([C], tl.float32)
-                sum_u = tl.zeros([C], tl.float32)
+                sum_q = tl.zeros([C, 1], tl.float32)
+                sum_k = tl.zeros([C, 1], tl.float32)
+                sum_u = tl.zeros([C, 1], tl.float32)
                 for i_x in tl.range(0, (K + C - 1) // C, num_stages=1):
                     o_x = i_x * C + i
                     m_x = m_t & (o_x < K)[None, :]

@@ -85,14 +85,20 @@ def parameters(A_log, dt_bias, strength, z, i_h, o_k, K: tl.constexpr, DIRECTION
 @triton.jit
 def _source(b_q, b_e, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr):
     """The direction before norms and projection."""
-    u = b_q if DIRECTION == "query" else tl.broadcast_to(b_z[None, :], b_q.shape)
+    u = b_q if DIRECTION == "query" else b_z + tl.zeros_like(b_q)
     return u * sigmoid(b_e) if GATE else u
 
 
 @triton.jit
+def _sum(x):
+    """Over the channels: ``[rows, 1]``, of one row a number."""
+    return tl.sum(x, 1, True) if len(x.shape) == 2 else tl.sum(x, 0)
+
+
+@triton.jit
 def row_sums(b_q, b_k, b_e, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr):
-    """Sums over the channels of raw ``[rows, channels]`` tiles: q^2, k^2 and the unscaled direction times k."""
-    return tl.sum(b_q * b_q, 1), tl.sum(b_k * b_k, 1), tl.sum(_source(b_q, b_e, b_z, DIRECTION, GATE) * b_k, 1)
+    """Sums over the channels of raw ``[rows, BK]`` or ``[BK]`` tiles: q^2, k^2 and the unscaled direction times k."""
+    return _sum(b_q * b_q), _sum(b_k * b_k), _sum(_source(b_q, b_e, b_z, DIRECTION, GATE) * b_k)
 
 
 @triton.jit
@@ -111,14 +117,14 @@ def scaled(
     DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr,
 ):  # fmt: skip
     """Unit q and k, erase vector and log-decay of some channels of raw tiles, in float32."""
-    x_q, x_k, b = b_q * r_q[:, None], b_k * r_k[:, None], sigmoid(b_e)
+    x_q, x_k, b = b_q * r_q, b_k * r_k, sigmoid(b_e)
     # the gate of k, less what projection takes
-    c = b - (lam * along)[:, None] if DIRECTION != "none" and PROJECT else b
+    c = b - lam * along if DIRECTION != "none" and PROJECT else b
     a = c * x_k
     if DIRECTION != "none":
         u = _source(b_q, b_e, b_z, DIRECTION, GATE)
-        a += u * (lam * r_q)[:, None] if DIRECTION == "query" else u * lam
-    soft, _ = _softplus(b_d + bias[None, :])
+        a += u * (lam * r_q) if DIRECTION == "query" else u * lam
+    soft, _ = _softplus(b_d + bias)
     return x_q, x_k, a, -rate * soft
 
 
@@ -126,7 +132,7 @@ def scaled(
 def prologue(
     b_q, b_k, b_e, b_d, rate, bias, lam, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr, PROJECT: tl.constexpr
 ):
-    """Unit q and k, erase vector and log-decay of raw ``[rows, BK]`` tiles of one head, in float32."""
+    """Unit q and k, erase vector and log-decay of raw ``[rows, BK]`` or ``[BK]`` tiles of one head, in float32."""
     sum_q, sum_k, sum_u = row_sums(b_q, b_k, b_e, b_z, DIRECTION, GATE)
     r_q, r_k, along = row_scales(sum_q, sum_k, sum_u, DIRECTION)
     return scaled(b_q, b_k, b_e, b_d, r_q, r_k, along, rate, bias, lam, b_z, DIRECTION, GATE, PROJECT)

@@ -18,9 +18,10 @@ from qed.ops.triton_forward import UNSPECIALIZED, chunk_operands, describe, loca
 from qed.ops.triton_inputs import parameters, prologue, sigmoid
 
 C = tl.constexpr(CHUNK)
-# Elements of one token's tile over all chunks of a program, and its warps; steps that loads run ahead. H200, B16 T2048
-# H6 K = V = 128: 1024 elements, 4 warps, 1 step 0.148 ms, 2 0.139, 3 and 4 0.127; 512 and 2 0.132; 2048 and 8 0.154.
-TILE, WARPS, STAGES = 1024, 4, 3
+# Elements of one token's tile over all chunks of a program, its warps, and steps that loads run ahead. H200, B16 T2048
+# H6 K = V = 128, in ms: (512, 4, 3) 0.127, (512, 4, 4) 0.126, (256, 2, 4) 0.126, (512, 2, 4) 0.129, (1024, 4, 3) 0.131,
+# (1024, 4, 4) 0.129, (1024, 8, 3) 0.130; a development version (1024, 4, 1) 0.148, (1024, 4, 2) 0.139.
+TILE, WARPS, STAGES = 512, 4, 3
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
