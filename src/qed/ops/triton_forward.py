@@ -19,7 +19,7 @@ from torch import Tensor
 from qed.ops.arms import Arm
 from qed.ops.tiles import BLOCK, CHUNK, Plan, card, plan_for, segment_length
 from qed.ops.triton_decay import FAR, LIMIT, SMALLEST, log2_decay, pair_decay, pairs_of, split, sums
-from qed.ops.triton_inputs import parameters, row_scales, row_sums, scaled
+from qed.ops.triton_inputs import parameters, random_direction, row_scales, row_sums, scaled
 
 C = tl.constexpr(CHUNK)
 B = tl.constexpr(BLOCK)
@@ -81,6 +81,28 @@ def exact_dot(x, y, DT: tl.constexpr):
     return p
 
 
+@triton.jit
+def chunk_scales(
+    q, k, erase, z, i_h, i, m_t, sq_t, sk_t, se_t, K: tl.constexpr, DIRECTION: tl.constexpr, GATE: tl.constexpr
+):
+    """:func:`row_scales` of one chunk's tokens, from projections, few channels at a time."""
+    sum_q = tl.zeros([C, 1], tl.float32)
+    sum_k = tl.zeros([C, 1], tl.float32)
+    sum_u = tl.zeros([C, 1], tl.float32)
+    for i_x in tl.range(0, (K + C - 1) // C, num_stages=1):
+        o_x = i_x * C + i
+        m_x = m_t & (o_x < K)[None, :]
+        x_q = tl.load(q + i[:, None] * sq_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
+        x_k = tl.load(k + i[:, None] * sk_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
+        x_e = tl.load(erase + i[:, None] * se_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
+        b_z = random_direction(z, i_h, o_x, K, DIRECTION)
+        part_q, part_k, part_u = row_sums(x_q, x_k, x_e, b_z, DIRECTION, GATE)
+        sum_q += part_q
+        sum_k += part_k
+        sum_u += part_u
+    return row_scales(sum_q, sum_k, sum_u, DIRECTION)
+
+
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def prepare_kernel(
     q, k, a, g, A_log, dt_bias, strength, z, o_q, o_a, o_k, o_m, o_t, o_d, cu, T, N, SEARCH, TOKENS,
@@ -119,6 +141,7 @@ def prepare_kernel(
         m = m_t & (o_c < K)[None, :]
         at = r * K + o_c[None, :]
         if RAW:
+            # loaded inside the products, each would wait for the one before
             b_d = tl.load(o_d + o_c, mask=o_c < K, other=1.0)
             b_q = tl.load(o_q + at, mask=m, other=0.0)
             b_a = tl.load(o_a + at, mask=m, other=0.0)
@@ -150,21 +173,7 @@ def prepare_kernel(
             # Rows whose decay since the chunk began is out of the range of one factor; a fact of their past alone
             if RAW:
                 far = (i < 0)[:, None]
-                sum_q = tl.zeros([C, 1], tl.float32)
-                sum_k = tl.zeros([C, 1], tl.float32)
-                sum_u = tl.zeros([C, 1], tl.float32)
-                for i_x in tl.range(0, (K + C - 1) // C, num_stages=1):
-                    o_x = i_x * C + i
-                    m_x = m_t & (o_x < K)[None, :]
-                    x_q = tl.load(q + r * sq_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
-                    x_k = tl.load(k + r * sk_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
-                    x_a = tl.load(a + r * sa_t + o_x[None, :], mask=m_x, other=0.0).to(tl.float32)
-                    b_z = parameters(A_log, dt_bias, strength, z, i_h, o_x, K, DIRECTION)[3]
-                    part_q, part_k, part_u = row_sums(x_q, x_k, x_a, b_z, DIRECTION, GATE)
-                    sum_q += part_q
-                    sum_k += part_k
-                    sum_u += part_u
-                r_q, r_k, along = row_scales(sum_q, sum_k, sum_u, DIRECTION)
+                r_q, r_k, along = chunk_scales(q, k, a, z, i_h, i, m_t, sq_t, sk_t, sa_t, K, DIRECTION, GATE)
             else:
                 far = (tl.min(b_s, 1) < -FAR)[:, None]
             far_reads = tl.zeros([C, C], tl.float32)

@@ -68,18 +68,24 @@ def _direction(x_q, x_k, b, b_z, DIRECTION: tl.constexpr, GATE: tl.constexpr, PR
 
 
 @triton.jit
+def random_direction(z, i_h, o_k, K: tl.constexpr, DIRECTION: tl.constexpr):
+    """Some channels of one head's direction; zeros for an arm without."""
+    b_z = tl.zeros(o_k.shape, tl.float32)
+    if DIRECTION == "random":
+        b_z = tl.load(z + i_h * K + o_k, mask=o_k < K, other=0.0).to(tl.float32)
+    return b_z
+
+
+@triton.jit
 def parameters(A_log, dt_bias, strength, z, i_h, o_k, K: tl.constexpr, DIRECTION: tl.constexpr):
     """Of one head: decay rate, bias, strength and random direction (zeros where the arm has none)."""
     m_k = o_k < K
     rate = tl.exp(tl.minimum(tl.load(A_log + i_h).to(tl.float32), A_LOG_MAX))
     bias = tl.load(dt_bias + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
     lam = 0.0
-    b_z = tl.zeros(o_k.shape, tl.float32)
     if DIRECTION != "none":
         lam = tl.load(strength + i_h).to(tl.float32)
-    if DIRECTION == "random":
-        b_z = tl.load(z + i_h * K + o_k, mask=m_k, other=0.0).to(tl.float32)
-    return rate, bias, lam, b_z
+    return rate, bias, lam, random_direction(z, i_h, o_k, K, DIRECTION)
 
 
 @triton.jit
