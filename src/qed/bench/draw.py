@@ -12,7 +12,7 @@ def draw(result: dict[str, Any], stem: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot, ticker
 
     rows = [row for row in result["rows"] if row["status"] == "ok" and row.get("length", 1) > 1]
     if len({row["length"] for row in rows}) < 2:
@@ -32,10 +32,16 @@ def draw(result: dict[str, Any], stem: Path) -> list[Path]:
                 [row["median_ms"] - row["p20_ms"] for row in points],
                 [row["p80_ms"] - row["median_ms"] for row in points],
             ]
-            axis.errorbar(x, y, spread, marker="o", markersize=3, linewidth=1, label=name)
+            # QED's thin line over GDN-2's thick one, where they agree
+            width, above = {"qed": (1, 3), "gdn2": (3, 2)}.get(name, (1, 2))
+            axis.errorbar(x, y, spread, marker="o", markersize=3, linewidth=width, zorder=above, label=name)
         _lengths(axis, rows)
-        axis.set(title=work, ylabel="ms", ylim=(0, None))
-        axis.legend(fontsize="x-small")
+        axis.set(title=work, ylabel="ms", yscale="log")
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        axis.yaxis.set_minor_formatter(ticker.NullFormatter())
+        axis.grid(axis="y", color="0.9", linewidth=0.6)
+        axis.legend(fontsize="x-small", ncols=2)
     tokens = rows[0]["batch"] * rows[0]["length"]
     figure.suptitle(f"{device}: {tokens:,} tokens, {rows[0]['heads']} heads, K = V = {rows[0]['K']}", fontsize="medium")
     paths = [stem.with_name(f"{stem.name}-{name}.svg") for name in ("time", "overhead")]
