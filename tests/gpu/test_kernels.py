@@ -112,10 +112,10 @@ def _plans():
 @pytest.mark.parametrize("changes", _plans(), ids=str)
 def test_every_tile_configuration(changes):
     """Outputs and gradients of each configuration that can be selected, not only of this card's."""
-    from qed.ops import triton_backward, triton_forward
+    from qed.ops import triton_backward, triton_chunks, triton_forward
 
     inputs, cotangents = _case(torch.bfloat16, 2, 150, 2, 128, 128, decay="mixed")
-    problem, plan = triton_forward.describe(*inputs[:4], None)
+    problem, plan = triton_chunks.describe(*inputs[:4], None)
     plan = replace(plan, **changes)
     o, final, starts, transition = triton_forward.forward(*inputs, None, problem, plan)
     gradients = triton_backward.backward(*inputs, None, starts, transition, *cotangents, problem, plan)

@@ -10,7 +10,15 @@ from itertools import pairwise
 
 import torch
 
-from qed.ops import ARMS, gated_delta_rule, recurrence_inputs, reference, triton_backward, triton_forward
+from qed.ops import (
+    ARMS,
+    gated_delta_rule,
+    recurrence_inputs,
+    reference,
+    triton_backward,
+    triton_chunks,
+    triton_forward,
+)
 from qed.ops.fused import prefill_op
 from qed.ops.library import forward_op
 from qed.testing import NAMES, make_inputs
@@ -36,7 +44,7 @@ def exact(inputs, cotangents, offsets):
 
 def kernels(inputs, cotangents, offsets, segment):
     cu_seqlens = None if offsets is None else torch.tensor(offsets)
-    problem, plan = triton_forward.describe(*inputs[:4], cu_seqlens)
+    problem, plan = triton_chunks.describe(*inputs[:4], cu_seqlens)
     if segment:
         problem = replace(problem, segment=segment)
     o, final, starts, transition = triton_forward.forward(*inputs, cu_seqlens, problem, plan)
@@ -84,7 +92,8 @@ def prefill(name, shape, arm, scale, offsets=None, *, state=True):
     streams, parameters, z = projections(*shape, scale)
     B, _, H, K, V = shape
     cu = None if offsets is None else torch.tensor(offsets)
-    state = torch.randn(len(offsets) - 1 if offsets else B, H, K, V) if state else None
+    generator = torch.Generator().manual_seed(1)
+    state = torch.randn(len(offsets) - 1 if offsets else B, H, K, V, generator=generator) if state else None
     wide = [x.double() for x in (*streams, *parameters)]
     inputs = recurrence_inputs(*wide, arm=arm, random_direction=z.double())
     start = None if state is None else state.double()

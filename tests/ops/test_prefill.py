@@ -17,7 +17,7 @@ def make(B=2, T=9, H=2, K=8, V=12):
 @pytest.mark.parametrize("arm", ARMS)
 def test_equals_the_pair_with_gradients(arm, backend):
     leaves, z = make()
-    state = torch.randn(2, 2, 8, 12)
+    state = torch.randn(2, 2, 8, 12, generator=torch.Generator().manual_seed(1))
     results = []
     for fused in (True, False):
         own = [x.clone().requires_grad_() for x in leaves]

@@ -117,11 +117,11 @@ def main(task: dict[str, Any]) -> None:
 
 def scorer(shape: Shape, device: str) -> Score:
     """Milliseconds of both passes under a plan; ``None`` where it does not build, fit or agree with float64."""
-    from qed.ops import triton_backward, triton_forward
+    from qed.ops import triton_backward, triton_chunks, triton_forward
 
     def run(x: dict[str, Any], cotangent: torch.Tensor, plan: Plan) -> list[torch.Tensor]:
         q, k, v, a, g = (x[name] for name in LEAVES["core"])
-        problem, _ = triton_forward.describe(q, k, v, a, None)
+        problem, _ = triton_chunks.describe(q, k, v, a, None)
         state = torch.zeros(q.shape[0], *q.shape[2:], v.shape[3], device=device)
         last = torch.zeros_like(state)
         o, _, starts, transition = triton_forward.forward(q, k, v, a, g, state, None, problem, plan)

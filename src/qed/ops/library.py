@@ -22,12 +22,13 @@ def forward_op(
     cu_seqlens: Optional[Tensor],  # noqa: UP045
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``o``, ``final_state`` and, for a split sequence, its segments' start states and transitions (else empty)."""
-    from qed.ops import triton_forward as kernels
+    from qed.ops import triton_chunks, triton_forward
 
     with _device(q):
-        q, k, v, a = (kernels.rows(x) for x in (q, k, v, a))
-        problem, plan = kernels.describe(q, k, v, a, cu_seqlens)
-        return kernels.forward(q, k, v, a, kernels.decay_rows(g), initial_state.contiguous(), cu_seqlens, problem, plan)
+        q, k, v, a = (triton_chunks.rows(x) for x in (q, k, v, a))
+        problem, plan = triton_chunks.describe(q, k, v, a, cu_seqlens)
+        g, initial_state = triton_chunks.decay_rows(g), initial_state.contiguous()
+        return triton_forward.forward(q, k, v, a, g, initial_state, cu_seqlens, problem, plan)
 
 
 @forward_op.register_fake
@@ -51,13 +52,13 @@ def backward_op(
     starts: Tensor, transition: Tensor, grad_o: Tensor, grad_final: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of ``q, k, v, a, g, initial_state``."""
-    from qed.ops import triton_backward, triton_forward
+    from qed.ops import triton_backward, triton_chunks
 
     with _device(q):
-        q, k, v, a, grad_o = (triton_forward.rows(x) for x in (q, k, v, a, grad_o))
-        problem, plan = triton_forward.describe(q, k, v, a, cu_seqlens)
+        q, k, v, a, grad_o = (triton_chunks.rows(x) for x in (q, k, v, a, grad_o))
+        problem, plan = triton_chunks.describe(q, k, v, a, cu_seqlens)
         return triton_backward.backward(
-            q, k, v, a, triton_forward.decay_rows(g), initial_state.contiguous(), cu_seqlens,
+            q, k, v, a, triton_chunks.decay_rows(g), initial_state.contiguous(), cu_seqlens,
             starts, transition, grad_o, grad_final.contiguous(), problem, plan,
         )  # fmt: skip
 

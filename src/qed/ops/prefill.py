@@ -30,8 +30,9 @@ def gated_delta_rule_from_projections(
 ) -> tuple[Tensor, Tensor]:
     """:func:`recurrence_inputs`, then :func:`gated_delta_rule`; arguments, result and errors as there.
 
-    On Triton, where no gradient is wanted, the two share their first kernel; results then differ from the pair's by
-    rounding. ``backend`` is the operator's: ``"reference"``, ``"chunked"``, ``"triton"`` or ``None``.
+    On Triton the two share their first kernel, and results differ from the pair's by rounding, where no gradient is
+    wanted, outside autocast, for more than one token and six streams of one dtype; else they are the pair's.
+    ``backend`` is the operator's: ``"reference"``, ``"chunked"``, ``"triton"`` or ``None``.
     """
     tensors = {
         "q": q, "k": k, "v": v, "decay": decay, "erase": erase, "write": write,

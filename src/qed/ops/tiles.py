@@ -65,7 +65,8 @@ SELECTABLE: tuple[dict[str, int], ...] = (
 )
 
 # By card, K and V: fields of the bf16 plan that `qed bench tune` found to differ from the defaults.
-# sm90, H200, B16 T2048 H6: the reverse walk takes 0.128 ms with 4 stages, 0.138 with 3, 0.185 with 2.
+# sm90, H200, B16 T2048 H6, ms by stages: walk 3 0.110, 4 0.099, 5 0.096, 6 0.099 (states 0.121, 0.112, 0.107, 0.109);
+# reverse 2 0.185, 3 0.135, 4 0.124, 5 0.125; gradient passes together 1 0.783, 2 0.756, 3 0.746, 4 0.765.
 TABLE: dict[tuple[str, int, int], dict[str, int]] = {
     ("sm90", 128, 128): {"walk_stages": 5, "reverse_stages": 4, "gradient_stages": 3},
 }

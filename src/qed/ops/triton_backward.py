@@ -3,7 +3,7 @@
 ``reverse`` carries the state's gradient back over the chunks and yields dv. With the residuals and dv known what is
 left needs no inverse, it is the backward of linear attention, parallel over blocks of 64 tokens: ``scores`` for their
 pairs, ``gradient`` for what reads the state (q, a) and again for what writes it (k). Names and layouts as in
-triton_forward.py.
+triton_chunks.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from qed.ops.tiles import BLOCK, Plan
+from qed.ops.triton_chunks import UNSPECIALIZED, C, Problem, first_unit, locate, precision, prepare, width
 from qed.ops.triton_decay import HALF, log2_decay, pair_decay, pairs_of, span, split, sums
-from qed.ops.triton_forward import UNSPECIALIZED, C, Problem, first_unit, join, locate, precision, prepare, walk, width
+from qed.ops.triton_forward import join, walk
 
 B = tl.constexpr(BLOCK)
 # Below this log-decay (base 2) a token's own decay is under float32 resolution, and so is its gradient.

@@ -147,6 +147,7 @@ def decode_inputs(
     BV, num_warps = inputs_tile(B * H, K, V)
     NV = triton.cdiv(V, BV)
     with torch.cuda.device_of(q):
+        # 128 registers: of 64 columns and 4 warps, four programs share a multiprocessor; with 134, three would
         decode_inputs_kernel[(B * H * NV,)](
             *streams, *parameters, o, state, H, NV, *(s for x in streams for s in (x.stride(0), x.stride(2))),
             K=K, V=V, BK=triton.next_power_of_2(K), BV=BV, STREAM=state.nbytes > STREAM_BYTES,

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from qed.ops.arms import Arm
 from qed.ops.tiles import CHUNK
+from qed.ops.triton_chunks import UNSPECIALIZED, chunk_operands, describe, locate, prepare, rows, width
 from qed.ops.triton_decay import FAR, FLOOR
-from qed.ops.triton_forward import UNSPECIALIZED, chunk_operands, describe, locate, prepare, rows, walk_all, width
+from qed.ops.triton_forward import walk_all
 from qed.ops.triton_inputs import parameters, prologue, sigmoid
 
 C = tl.constexpr(CHUNK)
