@@ -119,7 +119,8 @@ def test_run_writes_rows_prints_a_table_and_draws(tmp_path, capsys, monkeypatch)
     assert printed.count("QED over GDN-2 in our kernels") == 4
     (tmp_path / "cpu.json").rename(tmp_path / "another-card.json")
     assert bench(parser.parse_args(["show", "--device", "another-card", "--out", str(tmp_path)])) == 0
-    assert (tmp_path / "another-card-overhead.svg").exists()
+    for figure in ("time", "overhead"):
+        assert (tmp_path / f"another-card-{figure}.svg").read_bytes() == (tmp_path / f"cpu-{figure}.svg").read_bytes()
     with pytest.raises(ValueError, match="did you mean 'fla chunk_kda'"):
         bench(parser.parse_args(["run", *args, "--peers", "fla chunk_kd"]))
 
